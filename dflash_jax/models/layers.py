@@ -1,0 +1,129 @@
+"""Layers shared by every model: linear maps, norms, rotary positions, plain attention.
+
+The models know nothing of caches, trees or masks. They hand each attention layer's queries, keys
+and values to a function that their caller gives (`Attend`), so that one module serves training,
+prefill, tree verification and drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Masked scores. Finite, so that a row without any visible key gives no NaN.
+MASKED = -1e30
+
+# attend(layer, q [..., T, N, H], k [..., T, K, H], v [..., T, K, H]) -> [..., T, N, H];
+# q and k carry their rotary positions already.
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of some positions, or of all positions 0..S-1 when used as a table."""
+
+    cos: jax.Array  # [..., T, H/2] float32
+    sin: jax.Array  # [..., T, H/2] float32
+
+    def at(self, positions: jax.Array) -> Rotary:
+        """The rows of a table at `positions` [..., T]; looked up, so their bits never vary."""
+        return Rotary(self.cos[positions], self.sin[positions])
+
+
+def rotary_table(inverse_frequencies: np.ndarray, length: int) -> Rotary:
+    """Table of positions 0..length-1 for `inverse_frequencies` [H/2] (Su et al. 2021, RoFormer)."""
+    positions = np.arange(length, dtype=np.float32)
+    angles = positions[:, None] * inverse_frequencies.astype(np.float32)[None]
+    return Rotary(jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles)))
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """theta^(-2i/H) for i in 0..H/2-1, float32."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+
+
+def rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
+    """Rotates x [..., T, N, H] by its rows' positions; halves are paired (x[i], x[i + H/2])."""
+    cos = rotary.cos[..., None, :].astype(x.dtype)
+    sin = rotary.sin[..., None, :].astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] times weight [out, in], transposed: [..., out]."""
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+class Linear(nn.Module):
+    """A linear map whose weight is stored [out, in], as checkpoints store it."""
+
+    features: int
+    use_bias: bool = False
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.normal(0.02)
+        weight = self.param("weight", init, (self.features, x.shape[-1]), jnp.float32)
+        y = linear(x.astype(self.dtype), weight.astype(self.dtype))
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+            y = y + bias.astype(self.dtype)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32 (Zhang and Sennrich 2019), scaled by a plain weight."""
+
+    epsilon: float
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return weight.astype(self.dtype) * x.astype(self.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    intermediate_size: int
+    use_bias: bool = False
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = Linear(self.intermediate_size, self.use_bias, self.dtype, name="gate_proj")(x)
+        up = Linear(self.intermediate_size, self.use_bias, self.dtype, name="up_proj")(x)
+        return Linear(x.shape[-1], self.use_bias, self.dtype, name="down_proj")(
+            jax.nn.silu(gate) * up
+        )
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Plain grouped-query attention: training, parity tests, drafting.
+
+    Args:
+      q: [..., T, N, H].
+      k, v: [..., S, K, H]; N is a multiple of K.
+      mask: bool, broadcastable to [..., T, S]; True where a row sees a key.
+
+    Returns:
+      [..., T, N, H] in q's dtype; softmax in float32.
+    """
+    *batch, rows, heads, head_dim = q.shape
+    groups = heads // k.shape[-2]
+    q = q.reshape(*batch, rows, k.shape[-2], groups, head_dim)
+    scores = jnp.einsum("...tkgh,...skh->...kgts", q, k).astype(jnp.float32) * head_dim**-0.5
+    scores = jnp.where(mask[..., None, None, :, :], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("...kgts,...skh->...tkgh", weights, v)
+    return out.reshape(*batch, rows, heads, head_dim)
