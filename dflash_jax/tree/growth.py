@@ -1,0 +1,118 @@
+"""Best-first growth of a draft tree from a lattice, on the host.
+
+    lattice position:   0        1        2
+    anchor ──┬── a ──┬── c ───── f
+             │       └── d
+             └── b ───── e
+
+A node's own score is the log-probability of its candidate among its siblings; a path's score is
+the sum along it. The tree takes the best path first, so that the tree of w nodes is the first w
+pops of any larger one, and a parent pops before its children.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from dflash_jax.tree.lattice import Lattice
+
+CAP = 15  # most nodes of a tree: a window is then 16 rows
+CHILDREN = 4  # most children of a node
+NO_PARENT = -1  # parent of the nodes that follow the anchor
+
+
+class DraftTree(NamedTuple):
+    """Nodes in pop order; the first w of them are the tree of width w."""
+
+    tokens: np.ndarray  # [W] int32
+    parents: np.ndarray  # [W] int32: index of the parent node, or NO_PARENT
+    depths: np.ndarray  # [W] int32: 1 for a child of the anchor
+    own: np.ndarray  # [W] float64: a node's own chance among its siblings, before calibration
+
+
+EMPTY = DraftTree(*(np.zeros(0, np.int32) for _ in range(3)), np.zeros(0))
+
+
+def own_log_chances(
+    lattice: Lattice,
+    temperature: float = 1.0,
+    noise: np.ndarray | None = None,
+    calibration: float = 1.0,
+) -> np.ndarray:
+    """Log-probability of every candidate among its siblings, for every candidate before it.
+
+    Args:
+      lattice: one block's lattice, NumPy.
+      temperature: the target's sampling temperature; 1.0 when greedy.
+      noise: [D, K] the target's keyed Gumbel noise at the candidates, None when greedy. With it a
+        score is the chance that the candidate is the target's own draw, not its probability.
+      calibration: temperature that makes the scores honest; from the drafter's evaluation.
+
+    Returns:
+      [D, K, K] float32; entry (d, a, b): candidate b of position d after candidate a of d - 1.
+    """
+    scores = lattice.unary[:, None, :] + lattice.edge
+    if temperature != 1.0:
+        scores = scores / np.float32(temperature)
+    if noise is not None:
+        scores = scores + noise[:, None, :]
+    if calibration != 1.0:
+        scores = scores / np.float32(calibration)
+    scores = scores - scores.max(axis=-1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+
+
+def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> DraftTree:
+    """Grows the best-first tree.
+
+    Args:
+      candidates: [D, K] int32 token ids, distinct within a position.
+      log_chances: [D, K, K] from `own_log_chances`.
+      cap: most nodes.
+
+    Returns:
+      A tree of `cap` nodes, fewer when the lattice has no more. Equal path scores go to the node
+      that was proposed earlier: by the parent's pop, then by rank among its siblings.
+    """
+    depth_limit, count = candidates.shape
+    children = min(CHILDREN, count)
+    # Ranks of all siblings at once: one vectorised sort is cheaper than one small sort a pop.
+    order = np.argsort(-log_chances, axis=-1, kind="stable")[..., :children]
+    ranked = np.take_along_axis(log_chances, order, axis=-1).tolist()
+    order = order.tolist()
+    ids = candidates.tolist()
+
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    own: list[float] = []
+    proposals = 0
+    heap: list[tuple[float, int, int, int, int, float]] = []
+
+    def propose(parent: int, position: int, before: int, path_score: float) -> None:
+        nonlocal proposals
+        scores = ranked[position][before]
+        for candidate, score in zip(order[position][before], scores, strict=True):
+            entry = (-(path_score + score), proposals, parent, position, candidate, score)
+            heapq.heappush(heap, entry)
+            proposals += 1
+
+    if depth_limit and cap:
+        propose(NO_PARENT, 0, 0, 0.0)
+    while heap and len(tokens) < cap:
+        negative_score, _, parent, position, candidate, score = heapq.heappop(heap)
+        tokens.append(ids[position][candidate])
+        parents.append(parent)
+        depths.append(position + 1)
+        own.append(score)
+        if position + 1 < depth_limit:
+            propose(len(tokens) - 1, position + 1, candidate, -negative_score)
+    return DraftTree(
+        np.array(tokens, np.int32),
+        np.array(parents, np.int32),
+        np.array(depths, np.int32),
+        np.exp(np.array(own, np.float64)),
+    )
