@@ -1,0 +1,153 @@
+"""Rules to compare with: fixed widths, the reference thread's rule and its variants, tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.pricing.rule import Limits, PriorRow, Rule, band_of
+
+TIMING_WEIGHT = 0.25  # of the newest timing in a width's price
+TRIAL_EVERY = 8  # rounds between trials
+TRIAL_STALE = 64  # rounds after which a price is stale
+TRIAL_REACH = 0.9  # a width is tried if its guessed ratio is at least this share of the best
+TIER_MEMORY = 0.9  # of the acceptance average, per round
+TIER_UP = 0.5  # go up when this share of the tier's nodes land,
+TIER_DOWN = 0.35  # down when less than this share of the next lower tier's would
+
+
+class Fixed(Rule):
+    """Always the same width; learns nothing."""
+
+    def __init__(self, name: str, limits: Limits, width: int) -> None:
+        super().__init__(name, limits)
+        self.width = width
+
+    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
+        return self.width
+
+    def observe(self, **_: Any) -> None:
+        """A fixed width has nothing to learn."""
+
+
+class Ratio(Rule):
+    """The thread's rule: the best one-round ratio E[w] / c[w], from one price per width.
+
+    A price is a running mean of the width's own timings; widths without one are interpolated.
+    Probes every `tile` rows from row 2 (widths 1, 5, 9, 13 and the cap) come first, then now and
+    then a trial of a width that looks near the best and is untimed or stale. `band` widens the
+    choice: the widest width whose ratio is within that share of the best (its variant).
+    """
+
+    def __init__(
+        self, name: str, limits: Limits, prior: Sequence[PriorRow], band: float = 0.0
+    ) -> None:
+        super().__init__(name, limits)
+        self.band = band
+        self._ms: dict[int, float] = {}
+        self._timed_at: dict[int, int] = {}
+        self._round = 0
+        self._context = 0
+        self._kept: dict[str, Any] = {}
+        self._loaded = False
+        self._probes = sorted({*range(1, limits.cap + 1, limits.tile), limits.cap})
+        # As on the thread's servers, start-up prices only bridge the time until the first probe.
+        self._start = {width: ms for width, _, ms in prior}
+
+    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
+        self._context = context_length
+        self._load_band(context_length)
+        for probe in self._probes:
+            if probe <= n and probe not in self._ms:
+                return probe
+        table = self._ms or self._start or {n: 1.0}
+        widths = sorted(table)
+        prices = np.interp(np.arange(n + 1), widths, [table[w] for w in widths])
+        expected = 1.0 + np.concatenate([[0.0], np.cumsum(chances[:n])])
+        ratio = expected / prices
+        least = min(self.limits.least, n)
+        ratio[:least] = 0.0
+        best = float(ratio.max())
+        if self._round % TRIAL_EVERY == TRIAL_EVERY - 1:
+            for width in np.argsort(-ratio, kind="stable").tolist():
+                if ratio[width] < TRIAL_REACH * best:
+                    break
+                if self._round - self._timed_at.get(width, -TRIAL_STALE) >= TRIAL_STALE:
+                    return int(width)
+        if self.band:
+            return int(np.flatnonzero(ratio >= (1.0 - self.band) * best)[-1])
+        return int(np.argmax(ratio))
+
+    def observe(
+        self,
+        *,
+        width: int,
+        context_length: int,
+        round_ms: float,
+        landed: np.ndarray,
+        sample: bool = True,
+    ) -> None:
+        self._round += 1
+        if not sample:
+            return
+        old = self._ms.get(width, round_ms)
+        self._ms[width] = old + TIMING_WEIGHT * (round_ms - old)
+        self._timed_at[width] = self._round
+
+    def _load_band(self, context_length: int) -> None:
+        if not self._loaded:
+            kept = self._kept.get(str(band_of(context_length)), {})
+            self._ms = {int(width): ms for width, ms in kept.items()}
+            self._loaded = True
+
+    def _bands(self) -> dict[str, Any]:
+        bands = dict(self._kept)
+        if self._ms:
+            bands[str(band_of(self._context))] = {str(w): ms for w, ms in self._ms.items()}
+        return bands
+
+    def _load(self, bands: Mapping[str, Any]) -> None:
+        self._kept, self._loaded, self._ms = dict(bands), False, {}
+
+    def explain(self) -> dict[str, Any]:
+        return {"rule": self.name, "prices_ms": dict(sorted(self._ms.items()))}
+
+
+class Tiers(Rule):
+    """A few widths, and an acceptance average with hysteresis to step between them.
+
+    It knows no prices. A round whose nodes all landed is censored: it says "at least", so it
+    never pulls the average down.
+    """
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        super().__init__(name, limits)
+        self.tiers = sorted({min(w, limits.cap) for w in (3, 7, limits.cap)})
+        self._tier = len(self.tiers) // 2
+        self._mean = 0.5 * self.tiers[self._tier]
+
+    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
+        return self.tiers[self._tier]
+
+    def observe(
+        self,
+        *,
+        width: int,
+        context_length: int,
+        round_ms: float,
+        landed: np.ndarray,
+        sample: bool = True,
+    ) -> None:
+        count = float(np.count_nonzero(landed))
+        if count >= width:
+            count = max(count, self._mean)
+        self._mean += (1.0 - TIER_MEMORY) * (count - self._mean)
+        if self._mean > TIER_UP * self.tiers[self._tier]:
+            self._tier = min(self._tier + 1, len(self.tiers) - 1)
+        elif self._tier and self._mean < TIER_DOWN * self.tiers[self._tier - 1]:
+            self._tier -= 1
+
+    def explain(self) -> dict[str, Any]:
+        return {"rule": self.name, "tier": self.tiers[self._tier], "mean_landed": self._mean}

@@ -1,0 +1,246 @@
+"""The price of a round: a Kalman filter over one price per width, which share what they learn.
+
+State: a multiplier m[w] for each width, and its covariance. price(w, L) = m[w] · ref(w, L),
+where ref is a reference surface through *knots* (contexts with a known price curve: warm-up
+timings, or a band's record), linear in the context L between and beyond them. The
+covariance is structured: widths share their scale (a slow card) and their tilt (the price of a
+row), and neighbours share steps, larger where a tile of rows begins. So one timing moves every
+width's price, as far as it should, and the covariance says how sure each is.
+
+Sources: Kalman (1960); Rasmussen & Williams, Gaussian Processes for Machine Learning (2006),
+ch. 2 and 5; the redescending weight: Huber & Ronchetti, Robust Statistics (2009), ch. 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from dflash_jax.pricing.rule import PriorRow, band_of
+
+CURVE_STEP = 0.02  # prior std of a price step between neighbouring widths, relative to the price
+TILE_STEP = 0.05  # the same where a tile of rows begins
+SCALE_DOUBT = 0.15  # a warm-up round may be this much slower than a served one, at all widths
+TILT_DOUBT = 0.10  # and the dearest width this much further off than the cheapest
+DRIFT_SCALE = 0.005  # random walk a round: the card's speed,
+DRIFT_TILT = 0.002  # the price of a row (at the cap, relative to the round),
+DRIFT_STEP = 0.001  # and single steps
+CONTEXT_TILT = 0.05  # doubt of the tilt for each doubling of the context away from a knot
+BLIND_SLOPE = 0.02  # without any prior: a row costs this share of a round,
+BLIND_TILT = 0.5  # or not at all like that (std at the cap, relative to the round)
+NOISE_START = 0.05  # timing noise, relative; then learned
+NOISE_RANGE = (0.005, 0.3)
+CLIP = 2.5  # a residual beyond this many sigmas counts for less, the less the further
+JUMP_WINDOW = 6  # rounds over which the clipped residuals are averaged:
+JUMP_MEAN = 1.5  # white noise reaches this mean once in some 10⁴ rounds; a changed price at once
+JUMP_SCALE = 0.3  # after a jump the scale and the tilt are in doubt by so much
+JUMP_TILT = 0.4
+
+
+@dataclasses.dataclass
+class Knot:
+    """A context whose price curve is known. curve: [cap+1] ms. cov: [cap+1, cap+1], relative."""
+
+    context_length: int
+    curve: np.ndarray
+    cov: np.ndarray
+
+
+def step_kernel(cap: int, tile: int, step: float, tile_step: float) -> np.ndarray:
+    """Covariance [cap+1, cap+1] of a curve with independent steps between neighbouring widths."""
+    # Width w has w + 1 rows; a new tile begins when the rows before it fill whole tiles.
+    var = [tile_step**2 if w % tile == 0 else step**2 for w in range(1, cap + 1)]
+    total = np.concatenate([[0.0], np.cumsum(var)])
+    return np.minimum.outer(total, total)
+
+
+def tilt_of(curve: np.ndarray) -> np.ndarray:
+    """The direction [cap+1] in which the multipliers move if a row's price is off; 1 at the cap."""
+    width = np.arange(len(curve))
+    tilt = width / curve
+    return tilt / tilt[-1] if len(curve) > 1 else tilt
+
+
+def smooth(rows: Sequence[PriorRow], cap: int, tile: int) -> Knot:
+    """Noisy timings at one context to a price curve for every width, with its covariance.
+
+    A Gaussian process with the kernel of this module; the timing noise is the one under which
+    the rows are most likely.
+    """
+    widths = np.array([row[0] for row in rows])
+    ms = np.array([row[2] for row in rows])
+    scale = float(np.median(ms))
+    tilt = np.arange(cap + 1) / max(cap, 1)
+    prior = 1.0 + np.outer(tilt, tilt) + step_kernel(cap, tile, CURVE_STEP, TILE_STEP)
+    y = ms / scale - 1.0
+    best: tuple[float, np.ndarray, np.ndarray] | None = None
+    for noise in (0.01, 0.03, 0.1):
+        gram = prior[np.ix_(widths, widths)] + noise**2 * np.eye(len(y))
+        chol = np.linalg.cholesky(gram)
+        white = np.linalg.solve(chol, y)
+        evidence = -0.5 * white @ white - np.log(np.diag(chol)).sum()
+        if best is None or evidence > best[0]:
+            cross = np.linalg.solve(chol, prior[widths])
+            best = (float(evidence), cross.T @ white, prior - cross.T @ cross)
+    assert best is not None
+    curve = np.maximum.accumulate(scale * np.maximum(1.0 + best[1], 0.05))
+    return Knot(rows[0][1], curve, best[2] * np.outer(scale / curve, scale / curve))
+
+
+class CostModel:
+    """Prices every width at every context from whole-round timings. All state is float64."""
+
+    def __init__(self, cap: int, tile: int, prior: Sequence[PriorRow]) -> None:
+        self.cap = cap
+        self.tile = tile
+        self.noise = NOISE_START
+        self.known = bool(prior)  # are there any real milliseconds yet?
+        contexts = sorted({row[1] for row in prior})
+        self.knots = [smooth([r for r in prior if r[1] == c], cap, tile) for c in contexts]
+        if not self.knots:
+            curve = 1.0 + BLIND_SLOPE * np.arange(cap + 1)
+            self.knots = [Knot(0, curve, step_kernel(cap, tile, CURVE_STEP, TILE_STEP))]
+        self._reset()
+
+    def _reset(self) -> None:
+        """Back to the knots: nothing observed since."""
+        self.at: int | None = None  # context of the last observation
+        self._segment = (-1.0, -1.0)  # contexts between which _base and _slope hold
+        self._residuals: list[float] = []
+        self.jumps = 0
+        self.m = np.ones(self.cap + 1)
+        self.cov = np.eye(self.cap + 1)
+
+    def _start(self, context_length: int) -> None:
+        """Doubt at the first round: the nearest knot's own, the scale, the tilt, the distance."""
+        knot = min(self.knots, key=lambda k: abs(octaves(k.context_length, context_length)))
+        tilt = tilt_of(knot.curve)
+        doubt = TILT_DOUBT if self.known else BLIND_TILT
+        far = CONTEXT_TILT * min(abs(octaves(knot.context_length, context_length)), 4.0)
+        self.cov = knot.cov + SCALE_DOUBT**2 + (doubt**2 + far**2) * np.outer(tilt, tilt)
+        self._drift = (
+            DRIFT_SCALE**2
+            + DRIFT_TILT**2 * np.outer(tilt, tilt)
+            + step_kernel(self.cap, self.tile, DRIFT_STEP, DRIFT_STEP)
+        )
+        self._jump = JUMP_SCALE**2 + JUMP_TILT**2 * np.outer(tilt, tilt)
+        self._jump += step_kernel(self.cap, self.tile, CURVE_STEP, TILE_STEP)
+        self._tilt = tilt
+        self.m = np.ones(self.cap + 1)
+        self.at = context_length
+
+    def reference(self, context_length: int) -> np.ndarray:
+        """ref(·, L), [cap+1] ms: linear in the context through the knots, never falling."""
+        low, high = self._segment
+        if not low <= context_length < high:
+            self._new_segment(context_length)
+        return self._base + self._slope * context_length
+
+    def _new_segment(self, context_length: int) -> None:
+        knots = self.knots
+        if context_length < knots[0].context_length or len(knots) == 1:
+            # Below the first knot its curve holds: an extrapolation could go below zero.
+            high = knots[0].context_length if len(knots) > 1 else math.inf
+            self._segment = (0.0, high)
+            self._base, self._slope = knots[0].curve, np.zeros(self.cap + 1)
+            return
+        index = sum(k.context_length <= context_length for k in knots) - 1
+        left = min(index, len(knots) - 2)  # beyond the last knot, the last slope holds
+        a, b = knots[left], knots[left + 1]
+        rise = np.maximum(b.curve - a.curve, 0.0)
+        self._slope = np.maximum.accumulate(rise) / (b.context_length - a.context_length)
+        self._base = a.curve - self._slope * a.context_length
+        last = index == len(knots) - 1
+        self._segment = (
+            knots[index].context_length,
+            math.inf if last else knots[index + 1].context_length,
+        )
+
+    def prices(self, context_length: int) -> np.ndarray:
+        """[cap+1] ms, positive, never falling in the width."""
+        if self.at is None:
+            self._start(context_length)
+        return np.maximum.accumulate(self.m * self.reference(context_length))
+
+    def doubt(self) -> np.ndarray:
+        """[cap+1] std of what a width costs beyond width 0, relative to its price."""
+        if self.at is None:
+            return np.zeros(self.cap + 1)
+        spread = self.cov.diagonal() - 2.0 * self.cov[0] + self.cov[0, 0]
+        return np.sqrt(np.maximum(spread, 0.0))
+
+    def observe(self, width: int, context_length: int, ms: float) -> None:
+        """One timed round: predict (drift), correct (robustly), look for a jump."""
+        if self.at is None:
+            self._start(context_length)
+        expected = float(self.reference(context_length)[width])
+        if not self.known:
+            self._rescale(ms / expected)
+            expected = ms
+        cov, m = self.cov, self.m
+        cov += self._drift
+        y = ms / expected
+        predicted = float(m[width])
+        sigma = self.noise * predicted
+        var = float(cov[width, width]) + sigma * sigma
+        error = y - predicted
+        z = error / math.sqrt(var)
+        self._learn_noise(abs(error) / predicted, var / (predicted * predicted))
+        if abs(z) > CLIP:
+            var *= (z / CLIP) ** 2
+        gain = cov[width] / var
+        m += gain * error
+        np.maximum(m, 0.02, out=m)
+        cov -= np.multiply.outer(gain, cov[width])
+        self.at = context_length
+        self._watch(max(-3.0, min(3.0, z)))
+
+    def _rescale(self, factor: float) -> None:
+        self.knots = [Knot(k.context_length, k.curve * factor, k.cov) for k in self.knots]
+        self._segment = (-1.0, -1.0)
+        self.known = True
+
+    def _learn_noise(self, error: float, var: float) -> None:
+        """Follows the median of |error| (0.6745 sigma): an outlier moves it no more than any."""
+        share = self.noise * self.noise / var  # how much of the residual's variance is noise
+        typical = 0.6745 * self.noise / math.sqrt(share)
+        step = 0.05 * share
+        self.noise *= 1.0 + (step if error > typical else -step)
+        self.noise = min(max(self.noise, NOISE_RANGE[0]), NOISE_RANGE[1])
+
+    def _watch(self, z: float) -> None:
+        """After a jump the scale and the tilt are in doubt again, so the next rounds decide."""
+        window = self._residuals
+        window.append(z)
+        if len(window) > JUMP_WINDOW:
+            window.pop(0)
+        if len(window) >= 3 and abs(sum(window)) > JUMP_MEAN * JUMP_WINDOW:
+            scale = float(self.m[0])
+            self.cov += self._jump * scale * scale
+            self.jumps += 1
+            window.clear()
+
+    def knot(self) -> Knot | None:
+        """What is believed now, as a knot at the context of the last observation."""
+        if self.at is None or not self.known:
+            return None
+        curve = self.prices(self.at)
+        return Knot(self.at, curve, self.cov / np.outer(self.m, self.m))
+
+    def add_knots(self, knots: Sequence[Knot]) -> None:
+        """Takes knots from a record: they replace the warm-up's in their bands. Starts afresh."""
+        if not knots:
+            return
+        taken = {band_of(k.context_length) for k in knots}
+        old = [k for k in self.knots if self.known and band_of(k.context_length) not in taken]
+        self.knots = sorted([*old, *knots], key=lambda k: k.context_length)
+        self.known = True
+        self._reset()
+
+
+def octaves(a: int, b: int) -> float:
+    """Doublings of the context from a to b, counted from 256 tokens on."""
+    return math.log2((b + 256) / (a + 256))

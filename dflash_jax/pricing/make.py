@@ -1,0 +1,72 @@
+"""Rules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_jax.errors import InputError
+from dflash_jax.pricing.baselines import Fixed, Ratio, Tiers
+from dflash_jax.pricing.renewal import Renewal
+from dflash_jax.pricing.rule import Limits, PriorRow, Rule, checked_prior
+
+RULES = ("renewal", "ratio", "band:P", "tiers", "fixed:K")
+
+
+def make_rule(
+    name: str = "renewal",
+    cap: int = 15,
+    least: int = 0,
+    tile: int = 4,
+    prior: Sequence[PriorRow] | None = None,
+    *,
+    clock: str = "lone",
+) -> Rule:
+    """A width rule.
+
+    name: `renewal`; `ratio`, the reference thread's; `band:P`, its variant that takes the widest
+    width within P percent of the best; `tiers`; `fixed:K`. prior: warm-up timings, rows of
+    (width, context_length, ms), or None. The other arguments: see `Limits`.
+
+    With a cap below 2 nodes there is nothing to choose: the width is the cap, whatever the name.
+    Raises `InputError` for an unknown name or a value out of range.
+    """
+    limits = Limits(cap=cap, least=least, tile=tile, clock=clock)
+    rows = checked_prior(prior, cap)
+    kind, colon, value = name.partition(":")
+    number = _number(name, value, kind, cap) if colon else None
+    if name not in ("renewal", "ratio", "tiers") and not (kind in ("band", "fixed") and colon):
+        raise _unknown(name)
+    if cap < 2 and kind != "fixed":
+        return Fixed(name, limits, cap)
+    if kind == "fixed":
+        assert number is not None
+        return Fixed(name, limits, int(number))
+    if kind == "band":
+        assert number is not None
+        return Ratio(name, limits, rows, band=number / 100.0)
+    if kind == "ratio":
+        return Ratio(name, limits, rows)
+    if kind == "tiers":
+        return Tiers(name, limits)
+    return Renewal(limits, rows)
+
+
+def _number(name: str, value: str, kind: str, cap: int) -> float:
+    """The P of band:P (0 to 100) or the K of fixed:K (0 to cap)."""
+    try:
+        number = float(value) if kind == "band" else float(int(value))
+    except ValueError as error:
+        raise _unknown(name) from error
+    most = 100.0 if kind == "band" else float(cap)
+    if kind not in ("band", "fixed"):
+        raise _unknown(name)
+    if not 0.0 <= number <= most:
+        raise InputError(f"rule {name!r}: give {kind}:0 to {kind}:{most:g}")
+    return number
+
+
+def _unknown(name: str) -> InputError:
+    return InputError(
+        f"unknown rule {name!r}: give one of {', '.join(RULES)} "
+        "(P a percentage, K a width up to the cap)"
+    )

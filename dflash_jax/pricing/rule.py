@@ -1,0 +1,148 @@
+"""What every width rule shares: its limits, its record per clock, and its two calls a round."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.errors import InputError
+
+CLOCKS = ("lone", "shared")
+"""Two clocks time different work (a lone stream's rounds, shared rounds): never one table."""
+
+PriorRow = tuple[int, int, float]
+"""One warm-up timing: (width, context_length in tokens, ms)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a rule may choose from.
+
+    cap: most nodes of a tree. least: fewest nodes verified. tile: rows per kernel tile, so that a
+    step in price is looked for every `tile` rows (row 0 is the anchor). clock: whose rounds are
+    timed. Raises `InputError` when a value is out of range.
+    """
+
+    cap: int = 15
+    least: int = 0
+    tile: int = 4
+    clock: str = "lone"
+
+    def __post_init__(self) -> None:
+        if self.cap < 0:
+            raise InputError(f"cap={self.cap}: a tree has 0 nodes or more")
+        if not 0 <= self.least <= self.cap:
+            raise InputError(f"least={self.least}: give 0 to cap={self.cap}")
+        if self.tile < 1:
+            raise InputError(f"tile={self.tile}: give 1 row or more")
+        if self.clock not in CLOCKS:
+            raise InputError(f"clock={self.clock!r}: give one of {', '.join(CLOCKS)}")
+
+
+def checked_prior(prior: Sequence[PriorRow] | None, cap: int) -> list[PriorRow]:
+    """Warm-up rows as plain numbers; rows wider than `cap` are left out.
+
+    Raises `InputError` for a row that is not (width ≥ 0, context_length ≥ 0, finite ms > 0).
+    """
+    rows: list[PriorRow] = []
+    for row in prior if prior is not None else ():
+        try:
+            width, context_length, ms = int(row[0]), int(row[1]), float(row[2])
+        except (TypeError, ValueError, IndexError) as error:
+            raise InputError(f"prior row {row!r}: give (width, context_length, ms)") from error
+        if width < 0 or context_length < 0 or not (math.isfinite(ms) and ms > 0):
+            raise InputError(
+                f"prior row {row!r}: give width ≥ 0, context_length ≥ 0 and a finite ms > 0"
+            )
+        if width <= cap:
+            rows.append((width, context_length, ms))
+    return rows
+
+
+def band_of(context_length: int) -> int:
+    """The band of a context: one per doubling, from 256 tokens on."""
+    return max(int(context_length), 256).bit_length()
+
+
+class Rule(abc.ABC):
+    """Chooses how many nodes of the cap-node tree to verify, and learns from the round.
+
+    One rule serves one stream (or the one shared engine). It is host code, not thread-safe.
+    """
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self.name = name
+        self.limits = limits
+        self.cap = limits.cap
+
+    def choose(self, chances: np.ndarray, context_length: int) -> int:
+        """The width of this round, `least`..len(chances) (all of them if there are fewer).
+
+        chances: float array, at most `cap` long, the landing chance of each node in pop order.
+        context_length: committed tokens before the anchor.
+        """
+        n = min(len(chances), self.cap)
+        width = self._choose(chances, n, context_length)
+        return min(max(width, self.limits.least), n)
+
+    @abc.abstractmethod
+    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
+        """`choose` before the limits; n = min(len(chances), cap)."""
+
+    @abc.abstractmethod
+    def observe(
+        self,
+        *,
+        width: int,
+        context_length: int,
+        round_ms: float,
+        landed: np.ndarray,
+        sample: bool = True,
+    ) -> None:
+        """Learns from the round that the last `choose` priced.
+
+        landed: bool array [width], which verified nodes were accepted. round_ms: the whole round,
+        synchronised at its end. sample: False for a round whose time says nothing about its width
+        (the first after a prompt, the first after a cold restart of the drafter's context, any
+        that compiled); what it landed still counts.
+        """
+
+    def keep(self) -> dict[str, Any]:
+        """A plain, JSON-ready record of what this rule's clock has taught, by band."""
+        return {"clock": self.limits.clock, "cap": self.cap, "bands": self._bands()}
+
+    def seed(self, calibration: Mapping[str, Any] | None) -> None:
+        """Starts from what an earlier stream kept; None starts afresh.
+
+        Raises `InputError` if the record was kept under another clock or cap.
+        """
+        if calibration is None:
+            return
+        clock = calibration.get("clock")
+        if clock != self.limits.clock:
+            raise InputError(
+                f"calibration of clock {clock!r} cannot seed a rule of clock "
+                f"{self.limits.clock!r}: the two time different work; keep one record for each"
+            )
+        if calibration.get("cap") != self.cap:
+            raise InputError(
+                f"calibration for cap={calibration.get('cap')} cannot seed a rule with "
+                f"cap={self.cap}: drop the record or use its cap"
+            )
+        self._load(calibration["bands"])
+
+    def _bands(self) -> dict[str, Any]:
+        """The record of each band; rules that learn nothing keep nothing."""
+        return {}
+
+    def _load(self, bands: Mapping[str, Any]) -> None:  # noqa: B027 - most rules keep nothing
+        """Takes what `_bands` gave."""
+
+    def explain(self) -> dict[str, Any]:
+        """What the rule believes and why it chose as it did, for logs and pictures."""
+        return {"rule": self.name}
