@@ -1,0 +1,175 @@
+"""`LlamaConfig` from Hugging Face's config.json and from GGUF metadata.
+
+A value that the model needs is required, not guessed; a feature that it lacks is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.checkpoints import llama_names
+from dflash_jax.checkpoints.gguf_file import GGUFFile
+from dflash_jax.errors import InputError
+from dflash_jax.models.llama import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LlamaConfig,
+    RopeScaling,
+)
+
+# Hugging Face's class name -> whether queries and keys are normed.
+ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}
+GGUF_ARCHITECTURES = {"llama": False, "qwen3": True}
+
+
+def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) -> LlamaConfig:
+    """Reads config.json, already parsed; `label` names it in messages."""
+    architectures = config.get("architectures") or []
+    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        raise InputError(
+            f"{label}: architectures {architectures} is none of {sorted(ARCHITECTURES)}"
+        )
+    qk_norm = ARCHITECTURES[architectures[0]]
+    _refuse_unknown_features(config, label)
+
+    def need(name: str) -> Any:
+        if config.get(name) is None:
+            raise InputError(f"{label}: {name} is missing")
+        return config[name]
+
+    # Llama documents these two as following from others; Qwen3 gives them their own defaults.
+    num_heads = need("num_attention_heads")
+    if qk_norm:
+        num_kv_heads, head_dim = need("num_key_value_heads"), need("head_dim")
+    else:
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        head_dim = config.get("head_dim") or need("hidden_size") // num_heads
+    rope = _rope_parameters(config)
+    if rope.get("rope_theta") is None:
+        raise InputError(f"{label}: rope_theta is missing, at the root and in rope_parameters")
+    return LlamaConfig(
+        vocab_size=need("vocab_size"),
+        hidden_size=need("hidden_size"),
+        intermediate_size=need("intermediate_size"),
+        num_layers=need("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=need("rms_norm_eps"),
+        rope_theta=float(rope["rope_theta"]),
+        max_position_embeddings=need("max_position_embeddings"),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        rope_scaling=_rope_scaling(rope, label),
+        qk_norm=qk_norm,
+        dtype=dtype,
+    )
+
+
+def _refuse_unknown_features(config: Mapping[str, Any], label: str) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{label}: hidden_act {config['hidden_act']!r} is not supported")
+    if config.get("quantization_config") is not None:
+        raise InputError(f"{label}: quantised checkpoints (quantization_config) are not supported")
+    if config.get("use_sliding_window"):
+        raise InputError(f"{label}: use_sliding_window is not supported")
+    kinds = set(config.get("layer_types") or ())
+    if kinds - {"full_attention"}:
+        raise InputError(f"{label}: layer_types {sorted(kinds)} are not supported")
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` (new), or root `rope_theta` and `rope_scaling` (old), as one mapping."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = config.get("rope_theta")
+    if config.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    return rope
+
+
+def _rope_scaling(rope: Mapping[str, Any], label: str) -> RopeScaling | None:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError(f"{label}: partial_rotary_factor is not supported")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    fields: dict[str, tuple[str, ...]] = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }
+    if kind not in fields:
+        raise InputError(f"{label}: rope scaling {kind!r} is none of {sorted(fields)}")
+    values = []
+    for name in fields[kind]:
+        if rope.get(name) is None:
+            raise InputError(f"{label}: rope scaling {kind!r} needs {name}")
+        values.append(rope[name])
+    if kind == "llama3":
+        return Llama3Scaling(*values)
+    if kind == "linear":
+        return LinearScaling(*values)
+    return None
+
+
+def from_gguf(file: GGUFFile, dtype: np.dtype) -> LlamaConfig:
+    """Reads the metadata of a GGUF file, and from its tensors what GGUF leaves to them."""
+    arch = file.value("general.architecture", str)
+    if arch not in GGUF_ARCHITECTURES:
+        raise InputError(
+            f"{file.label}: architecture {arch!r} is none of {sorted(GGUF_ARCHITECTURES)}"
+        )
+    for feature in ("attention.sliding_window", "expert_count"):
+        if file.value(f"{arch}.{feature}", int, 0):
+            raise InputError(f"{file.label}: {arch}.{feature} is not supported")
+    shapes = file.shapes()
+    hidden_size = file.value(f"{arch}.embedding_length", int)
+    num_heads = file.value(f"{arch}.attention.head_count", int)
+    head_dim = file.value(f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if file.value(f"{arch}.{key}", int, head_dim) != head_dim:
+            raise InputError(f"{file.label}: {arch}.{key} must equal the head size {head_dim}")
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None:
+        raise InputError(f"{file.label}: missing tensor token_embd.weight")
+    return LlamaConfig(
+        vocab_size=file.value(f"{arch}.vocab_size", int, embedding[0]),
+        hidden_size=hidden_size,
+        intermediate_size=file.value(f"{arch}.feed_forward_length", int),
+        num_layers=file.value(f"{arch}.block_count", int),
+        num_heads=num_heads,
+        num_kv_heads=file.value(f"{arch}.attention.head_count_kv", int, num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=file.value(f"{arch}.attention.layer_norm_rms_epsilon", float),
+        rope_theta=file.value(f"{arch}.rope.freq_base", float),
+        max_position_embeddings=file.value(f"{arch}.context_length", int),
+        tie_word_embeddings=llama_names.GGUF_HEAD not in shapes,
+        attention_bias="blk.0.attn_q.bias" in shapes,
+        mlp_bias="blk.0.ffn_gate.bias" in shapes,
+        rope_scaling=_gguf_rope_scaling(file, arch),
+        qk_norm=GGUF_ARCHITECTURES[arch],
+        dtype=dtype,
+    )
+
+
+def _gguf_rope_scaling(file: GGUFFile, arch: str) -> RopeScaling | None:
+    kind = file.value(f"{arch}.rope.scaling.type", str, "none")
+    if kind not in ("none", "linear"):
+        raise InputError(f"{file.label}: {arch}.rope.scaling.type {kind!r} is not supported")
+    if llama_names.GGUF_ROPE_FACTORS in file.shapes():
+        if kind != "none":
+            raise InputError(f"{file.label}: both {kind} rope scaling and rope_freqs.weight")
+        factors = file.read(llama_names.GGUF_ROPE_FACTORS)
+        return FactorScaling(tuple(float(factor) for factor in factors))
+    if kind == "linear":
+        return LinearScaling(file.value(f"{arch}.rope.scaling.factor", float))
+    return None
