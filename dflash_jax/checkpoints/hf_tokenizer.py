@@ -1,0 +1,68 @@
+"""A tokenizer from a Hugging Face directory: tokenizer.json, its config, its chat template."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+
+from dflash_jax.checkpoints.chat import ChatTemplate
+from dflash_jax.checkpoints.safetensors_files import read_json
+from dflash_jax.checkpoints.tokenizer import Tokenizer
+from dflash_jax.errors import InputError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def from_directory(directory: pathlib.Path) -> Tokenizer:
+    """Reads the tokenizer; InputError when a file is missing or not readable."""
+    path = directory / TOKENIZER_FILE
+    if not path.is_file():
+        raise InputError(f"{directory}: holds no {TOKENIZER_FILE}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"{path}: not a readable tokenizer ({error})") from error
+    # Settings saved with the file would cut or pad prompts in silence.
+    backend.no_truncation()
+    backend.no_padding()
+    config_path = directory / CONFIG_FILE
+    config = read_json(config_path) if config_path.is_file() else {}
+    added = backend.get_added_tokens_decoder()
+    source = _chat_template(directory, config)
+    return Tokenizer(
+        backend=backend,
+        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
+        bos_id=_token_id(backend, config, "bos_token"),
+        eos_id=_token_id(backend, config, "eos_token"),
+        special_ids=frozenset(index for index, token in added.items() if token.special),
+        chat_template=ChatTemplate(source, str(directory)) if source else None,
+    )
+
+
+def _token_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
+    """The id of a token that the config gives as text, or as {"content": text}."""
+    token = config.get(name)
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    if token is None:
+        return None
+    token_id = backend.token_to_id(token)
+    if token_id is None:
+        raise InputError(f"{CONFIG_FILE}: {name} {token!r} is not in {TOKENIZER_FILE}")
+    return token_id
+
+
+def _chat_template(directory: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+    path = directory / TEMPLATE_FILE
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template

