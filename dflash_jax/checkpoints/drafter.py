@@ -23,7 +23,7 @@ from dflash_jax.checkpoints.drafter_config import CONFIG, config_json, read_conf
 from dflash_jax.checkpoints.names import Entry, check_names, load_parameters
 from dflash_jax.checkpoints.safetensors_files import INDEX_FILE, SINGLE_FILE, tensor_files
 from dflash_jax.errors import InputError
-from dflash_jax.models.dflash2 import DrafterConfig
+from dflash_jax.models.dflash2_config import DrafterConfig
 
 DRAFT_VOCAB = "draft_vocab"
 INT8 = "int8"

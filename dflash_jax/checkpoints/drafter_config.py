@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dflash_jax.checkpoints.safetensors_files import read_json
 from dflash_jax.errors import InputError
-from dflash_jax.models.dflash2 import FULL, SLIDING, DrafterConfig
+from dflash_jax.models.dflash2_config import FULL, SLIDING, DrafterConfig
 
 CONFIG = "config.json"
 NESTED = "dflash_config"

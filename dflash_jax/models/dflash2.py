@@ -11,14 +11,13 @@ a layer whose `is_causal` is not given is causal when it slides, scores of pairs
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.errors import InputError
+from dflash_jax.models.dflash2_config import DrafterConfig, visible
 from dflash_jax.models.layers import (
     Attend,
     Linear,
@@ -31,166 +30,6 @@ from dflash_jax.models.layers import (
     rotate,
 )
 from dflash_jax.tree.lattice import Lattice
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-
-
-@dataclasses.dataclass(frozen=True)
-class DrafterConfig:
-    """Sizes and options of a drafter; hashable, so it may be a static argument.
-
-    Raises InputError when the values do not fit each other.
-    """
-
-    vocab_size: int
-    hidden_size: int  # the target's
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int  # past it the caller drops to plain decoding
-    num_target_layers: int
-    target_layer_ids: tuple[int, ...]  # tap l is the output of the target's block l
-    mask_token_id: int
-    block_size: int  # as trained: the anchor and block_size - 1 drafted positions
-    layer_types: tuple[str, ...]  # FULL or SLIDING, one a layer
-    sliding_window: int | None = None
-    is_causal: bool | None = None  # None: sliding layers are causal
-    conv_kernel_size: int = 0  # taps; 0: no convolutions
-    conv_group_size: int = 0
-    selector_rank: int = 0  # 0: no selector
-    selector_top_k: int = 0
-    input_embedding_scale: float = 1.0  # the caller scales the target's embeddings by it
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
-    attention_bias: bool = False
-    # Our own extension: the head covers only these many ids, listed in the parameter `draft_vocab`.
-    draft_vocab_size: int = 0  # 0: the whole vocabulary
-    dtype: Any = jnp.float32  # of the computation
-
-    def __post_init__(self) -> None:
-        for name in ("target_layer_ids", "layer_types"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        self._check_sizes()
-        self._check_layers()
-        self._check_vocabulary()
-
-    def _check_sizes(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            required = field.default is dataclasses.MISSING
-            if required and isinstance(value, int | float) and field.name != "mask_token_id":
-                _require(value > 0, f"{field.name} is {value}, must be positive")
-        _require(
-            self.num_heads % self.num_kv_heads == 0, "num_heads not a multiple of its kv heads"
-        )
-        _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd")
-        _require(self.block_size > 1, f"block_size {self.block_size} leaves nothing to draft")
-        _require(
-            (self.conv_kernel_size > 0) == (self.conv_group_size > 0)
-            and self.conv_kernel_size >= 0,
-            f"conv_kernel_size {self.conv_kernel_size} and conv_group_size"
-            f" {self.conv_group_size} must both be given or both be 0",
-        )
-        if self.has_convolutions:
-            _require(
-                self.hidden_size % self.conv_group_size == 0,
-                f"conv_group_size {self.conv_group_size} does not divide {self.hidden_size}",
-            )
-
-    def _check_layers(self) -> None:
-        _require(
-            len(self.layer_types) == self.num_layers
-            and all(kind in (FULL, SLIDING) for kind in self.layer_types),
-            f"layer_types must be {self.num_layers} times {FULL} or {SLIDING}",
-        )
-        if SLIDING in self.layer_types:
-            _require(
-                self.sliding_window is not None and self.sliding_window > 0,
-                f"layer_types has {SLIDING}, but sliding_window is {self.sliding_window}",
-            )
-        ids = self.target_layer_ids
-        _require(len(ids) > 0, "target_layer_ids is empty")
-        _require(
-            all(0 <= layer < self.num_target_layers for layer in ids),
-            f"target_layer_ids {list(ids)} must be within 0..{self.num_target_layers - 1}"
-            " (num_target_layers)",
-        )
-
-    def _check_vocabulary(self) -> None:
-        _require(
-            0 <= self.mask_token_id < self.vocab_size,
-            f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}",
-        )
-        _require(
-            0 <= self.draft_vocab_size <= self.vocab_size,
-            f"draft_vocab_size {self.draft_vocab_size} exceeds the vocabulary of {self.vocab_size}",
-        )
-        _require(
-            (self.selector_rank > 0) == (self.selector_top_k > 0) and self.selector_rank >= 0,
-            f"selector_rank {self.selector_rank} and selector_top_k {self.selector_top_k}"
-            " must both be given or both be 0",
-        )
-        _require(
-            self.selector_top_k <= self.head_rows,
-            f"selector_top_k {self.selector_top_k} exceeds the {self.head_rows} ids of the head",
-        )
-
-    @property
-    def has_convolutions(self) -> bool:
-        return self.conv_kernel_size > 0
-
-    @property
-    def has_selector(self) -> bool:
-        return self.selector_rank > 0
-
-    @property
-    def head_rows(self) -> int:
-        """Rows of the head: the draft vocabulary's, or the whole vocabulary's."""
-        return self.draft_vocab_size or self.vocab_size
-
-    def window(self, layer: int) -> int | None:
-        """The layer's window in tokens; None sees the whole context."""
-        return self.sliding_window if self.layer_types[layer] == SLIDING else None
-
-    def causal(self, layer: int) -> bool:
-        """Whether rows of the layer see no later row."""
-        if self.is_causal is None:
-            return self.layer_types[layer] == SLIDING
-        return self.is_causal
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise InputError(f"drafter config: {message}")
-
-
-def visible(
-    config: DrafterConfig, layer: int, query_positions: jax.Array, key_positions: jax.Array
-) -> jax.Array:
-    """Which rows see which keys, by absolute position alone.
-
-    Args:
-      query_positions: [..., T] int.
-      key_positions: [..., S] int.
-
-    Returns:
-      bool [..., T, S]: |q - k| < window, and k <= q where the layer is causal. Whether a cache slot
-      is filled, or belongs to the row's own block, is the caller's to add.
-    """
-    distance = query_positions[..., :, None] - key_positions[..., None, :]
-    mask = distance == distance
-    window = config.window(layer)
-    if window is not None:
-        mask &= abs(distance) < window
-    if config.causal(layer):
-        mask &= distance >= 0
-    return mask
 
 
 class KernelProjection(nn.Module):
@@ -401,9 +240,8 @@ class DFlash2(nn.Module):
             preferred_element_type=jnp.float32,
         )
         logits = logits * c.output_multiplier
-        if c.final_logit_softcapping:
-            logits = jnp.tanh(logits / c.final_logit_softcapping) * c.final_logit_softcapping
-        return logits
+        cap = c.final_logit_softcapping
+        return jnp.tanh(logits / cap) * cap if cap else logits
 
     @nn.compact
     def target_ids(self, rows: jax.Array) -> jax.Array:
