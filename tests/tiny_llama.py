@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
-import torch
 from dflash_jax.models import layers
 from dflash_jax.models.llama import Llama, LlamaConfig, TargetOutput, inverse_frequencies
 

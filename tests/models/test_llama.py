@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.errors import InputError
-from dflash_jax.models.llama import FactorScaling, LlamaConfig, Llama3Scaling
+from dflash_jax.models.llama import FactorScaling, Llama3Scaling, LlamaConfig
 
 pytest.importorskip("transformers", reason="the oracle is in the test extra")
 
