@@ -120,9 +120,9 @@ def _start(
     if already:
         _check_running_backend(name)
     folder = _cache_folder(cache_dir, name, plugin, versions, notes) if use_cache else None
-    # jax 0.5.0 keeps no compiled programs of the platform `sycl`, and the XLA of its plugin knows
-    # no autotuning directory, so that two processes agree only on deterministic kernels.
-    deterministic = name != "cpu" and (deterministic or folder is None or backend == "sycl")
+    # JAX keeps no compiled programs of the Intel platforms, and the XLA of plugin 0.7.0 knows no
+    # autotuning directory, so that two processes agree only on deterministic kernels.
+    deterministic = name == "xpu" or (name == "cuda" and (deterministic or folder is None))
     if deterministic:
         _add_xla_flag(_DETERMINISTIC_FLAG, "true")
     _configure_jax(backend, folder, already)
@@ -170,10 +170,7 @@ def _open_library(plugin: plugins.Plugin, library: Path, restart: bool) -> None:
     if error is None:
         return
     if not plugins.needs_loader_path(error):
-        raise _UnusableError(
-            f"{plugin} cannot load: {error}; "
-            f"run: {plugins.install_command(plugin.kind.environment)}"
-        )
+        raise _UnusableError(plugins.load_message(plugin, error))
     if restart and _LOADER_GUARD not in os.environ and _can_restart():
         _restart_with_loader_path()
     folders = ":".join(map(str, plugins.library_folders()))
@@ -202,7 +199,7 @@ def _restart_with_loader_path() -> None:
 def _check_running_backend(name: str) -> None:
     import jax
 
-    running = _FROM_JAX_NAME.get(jax.devices()[0].platform, jax.default_backend())
+    running = _FROM_JAX_NAME.get(jax.devices()[0].platform.lower(), jax.default_backend())
     if running != name:
         raise _UnusableError(
             f"JAX already runs on {running} in this process; choose platform {name} before that"

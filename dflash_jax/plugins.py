@@ -51,6 +51,8 @@ ONEAPI_LIBRARIES = {
     "libumf.so.0": "pip package umf",
     "libhwloc.so.15": "pip package tcmlib",
     "libmpi.so.12": "pip package impi-rt",
+    "libmkl_def.so.2": "pip package mkl",
+    "libirc.so": "pip package intel-cmplr-lib-rt",
 }
 CUDA_LIBRARIES = {"libcuda.so.1": "NVIDIA driver"}
 
@@ -217,6 +219,17 @@ def _remedy(plugin: Plugin, packages: Iterable[str]) -> str:
     if "NVIDIA driver" in packages:
         return "install the NVIDIA driver"
     return f"run: {' and '.join(steps)}"
+
+
+def load_message(plugin: Plugin, error: str) -> str:
+    """Says in one line why the plugin's shared object does not open, and the remedy."""
+    remedy = f"run: {install_command(plugin.kind.environment)}"
+    if re.search(r"undefined symbol: ze[A-Z]", error):
+        # oneAPI 2025.1 calls zeDeviceGetRootDevice, which Debian 12's libze1 1.8.12 lacks.
+        remedy = f"the Level Zero loader {LEVEL_ZERO} (Debian package libze1) is too old for it"
+    elif "undefined symbol" in error:
+        remedy = f"the oneAPI packages are of other versions; {remedy}"
+    return f"{plugin} cannot load: {error}; {remedy}"
 
 
 def needs_loader_path(error: str) -> bool:
