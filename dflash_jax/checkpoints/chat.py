@@ -64,7 +64,8 @@ class ChatTemplate:
             OverflowError,
         ) as error:
             # A template is a program: content of a kind that it does not expect raises anything.
-            raise InputError(f"{self._label}: the chat template refused: {error}") from error
+            reason = " ".join(str(error).split())  # a template's message may span lines
+            raise InputError(f"{self._label}: the chat template refused: {reason}") from error
 
 
 def _to_json(

@@ -35,7 +35,6 @@ ONE_DIGIT = r"\p{N}"
 
 # `tokenizer.ggml.pre` -> the patterns that split a text, one after the other.
 PRE_TOKENIZERS = {
-    "default": (GPT2,),
     "gpt-2": (GPT2,),
     "smollm": (ONE_DIGIT, GPT2),
     "llama-bpe": (LLAMA3,),
@@ -52,7 +51,7 @@ def from_gguf(file: GGUFFile) -> CheckpointTokenizer:
         raise InputError(
             f"{file.label}: tokenizer {model!r} is not supported, only 'gpt2' (byte-level BPE)"
         )
-    pre = file.value("tokenizer.ggml.pre", str, "default")
+    pre = file.value("tokenizer.ggml.pre", str)
     if pre not in PRE_TOKENIZERS:
         raise InputError(f"{file.label}: pre-tokenizer {pre!r} is none of {sorted(PRE_TOKENIZERS)}")
     tokens = file.value("tokenizer.ggml.tokens", list)
