@@ -10,14 +10,20 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import stat
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from dflash_jax.errors import InputError
 
 MIN_FREE_BYTES = 64 * 2**20  # a set of round executables of a small model takes about 20 MiB
 _LOCK = "warmup.lock"
+_UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for '([\w.-]+)'")
+_UNWRITABLE = "Error writing persistent compilation cache entry"
 
 
 class CacheUnavailable(Exception):  # noqa: N818 (it is no error: work goes on without a cache)
@@ -108,3 +114,39 @@ def exclusive(folder: Path | None) -> Iterator[None]:
     with (folder / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def mend_on_warning(folder: Path) -> None:
+    """Lets an unreadable cache entry be written anew, and shortens JAX's warnings about the cache.
+
+    JAX compiles anew when an entry does not read (a process was killed while writing it, say),
+    but never replaces it: every later start would compile again. Its warning is the only sign.
+    """
+    show_other = warnings.showwarning
+    told: list[str] = []
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        unreadable = _UNREADABLE.match(str(message))
+        if unreadable:
+            for entry in folder.glob(f"{unreadable.group(1)}-*-cache"):
+                entry.unlink(missing_ok=True)
+            text = f"warning: compiling {unreadable.group(1)} anew: its cache entry was damaged"
+            print(text, file=sys.stderr)
+        elif str(message).startswith(_UNWRITABLE):
+            if not told:
+                reason = str(message).rsplit(": ", 1)[-1]
+                print(
+                    f"warning: the compilation cache cannot be written: {reason}", file=sys.stderr
+                )
+            told.append(str(message))
+        else:
+            show_other(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show

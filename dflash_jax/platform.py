@@ -254,6 +254,8 @@ def _configure_jax(backend: str, folder: Path | None, already: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if folder:
+        caches.mend_on_warning(folder)
     compilation_cache.reset_cache()  # JAX remembers that an earlier compilation had no directory
 
 
