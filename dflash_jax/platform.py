@@ -256,7 +256,8 @@ def _configure_jax(backend: str, folder: Path | None, already: bool) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if folder:
         caches.mend_on_warning(folder)
-    compilation_cache.reset_cache()  # JAX remembers that an earlier compilation had no directory
+    if already:
+        compilation_cache.reset_cache()  # JAX remembers that earlier programs had no directory
 
 
 def _start_devices(name: str, plugin: plugins.Plugin | None) -> tuple[Any, ...]:
