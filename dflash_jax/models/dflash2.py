@@ -269,8 +269,9 @@ class DFlash2(nn.Module):
         count = top_k or self.config.selector_top_k
         if not count:
             raise ValueError("a drafter without a selector needs top_k")
-        # Equal logits: top_k gives the lower row first, and draft_vocab rises.
-        unary, rows = jax.lax.top_k(logits, count)
+        # Equal logits: top_k gives the lower row first, and draft_vocab rises. But it would put 0
+        # before -0, so -0 becomes 0.
+        unary, rows = jax.lax.top_k(jnp.where(logits == 0, 0.0, logits), count)
         candidates = self.target_ids(rows)
         if not self.config.has_selector:
             edge = jnp.zeros((*candidates.shape, count), jnp.float32)
