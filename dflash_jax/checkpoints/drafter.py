@@ -224,13 +224,12 @@ def _check_ids(ids: np.ndarray, config: DrafterConfig, label: str) -> None:
 
 
 def _encode(name: str, array: np.ndarray, dtype: str, label: str) -> dict[str, np.ndarray]:
-    """The tensor as it is stored; float16 is the one that may overflow."""
-    if dtype == INT8 and array.ndim == 2:
-        stored = int8_rows.encode(name, array)
-    else:
-        with np.errstate(over="ignore"):
-            kept = np.ascontiguousarray(array, _STORED.get(dtype, np.float32))
-        stored = {name: kept}
+    """The tensor as it is stored. Values that are not finite, or do not stay so, are refused."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype == INT8 and array.ndim == 2:
+            stored = int8_rows.encode(name, array)
+        else:
+            stored = {name: np.ascontiguousarray(array, _STORED.get(dtype, np.float32))}
     if not all(np.isfinite(part.astype(np.float32)).all() for part in stored.values()):
         raise InputError(f"{label}: {name} has values that {dtype} cannot hold")
     return stored
