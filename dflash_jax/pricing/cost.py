@@ -21,40 +21,64 @@ import numpy as np
 
 from dflash_jax.pricing.rule import PriorRow, band_of
 
-CURVE_STEP = 0.02  # prior std of a price step between neighbouring widths, relative to the price
-TILE_STEP = 0.05  # the same where a tile of rows begins
+BEND = 0.003  # prior std of a change of slope at a width, relative to the price of a round
+STEP = 0.004  # of a step in price between neighbouring widths
+TILE_STEP = 0.015  # of one where a tile of rows begins,
+TILE_SHARED = 0.10  # of its part that all tiles have in common,
+ONE_ROW_STEP = 0.10  # and of one from one row (plain decoding) to two
 SCALE_DOUBT = 0.15  # a warm-up round may be this much slower than a served one, at all widths
 TILT_DOUBT = 0.10  # and the dearest width this much further off than the cheapest
-DRIFT_SCALE = 0.005  # random walk a round: the card's speed,
-DRIFT_TILT = 0.002  # the price of a row (at the cap, relative to the round),
-DRIFT_STEP = 0.001  # and single steps
+DRIFT_SCALE = 0.002  # random walk a round: the card's speed,
+START_DRIFT = 0.05  # the same in the first rounds of a stream, fading over
+START_ROUNDS = 12
+DRIFT_TILT = 0.001  # the price of a row (at the cap, relative to the round),
+DRIFT_SHAPE = 0.01  # and its shape, as a share of the prior's std
 CONTEXT_TILT = 0.05  # doubt of the tilt for each doubling of the context away from a knot
 BLIND_SLOPE = 0.02  # without any prior: a row costs this share of a round,
 BLIND_TILT = 0.5  # or not at all like that (std at the cap, relative to the round)
-NOISE_START = 0.05  # timing noise, relative; then learned
+NOISE_START = 0.05  # timing noise, relative, when there is no warm-up; then learned
+WARMUP_NOISES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15)  # the candidates for the warm-up's
 NOISE_RANGE = (0.005, 0.3)
 CLIP = 2.5  # a residual beyond this many sigmas counts for less, the less the further
 JUMP_WINDOW = 6  # rounds over which the clipped residuals are averaged:
-JUMP_MEAN = 1.5  # white noise reaches this mean once in some 10⁴ rounds; a changed price at once
+JUMP_MEAN = 1.7  # white noise reaches this mean once in some 10⁴ rounds; a changed price at once
 JUMP_SCALE = 0.3  # after a jump the scale and the tilt are in doubt by so much
 JUMP_TILT = 0.4
 
 
 @dataclasses.dataclass
 class Knot:
-    """A context whose price curve is known. curve: [cap+1] ms. cov: [cap+1, cap+1], relative."""
+    """A context whose price curve is known.
+
+    curve: [cap+1] ms. cov: [cap+1, cap+1] and noise (of one timing): relative to the price.
+    """
 
     context_length: int
     curve: np.ndarray
     cov: np.ndarray
+    noise: float
 
 
-def step_kernel(cap: int, tile: int, step: float, tile_step: float) -> np.ndarray:
-    """Covariance [cap+1, cap+1] of a curve with independent steps between neighbouring widths."""
-    # Width w has w + 1 rows; a new tile begins when the rows before it fill whole tiles.
-    var = [tile_step**2 if w % tile == 0 else step**2 for w in range(1, cap + 1)]
-    total = np.concatenate([[0.0], np.cumsum(var)])
-    return np.minimum.outer(total, total)
+def shape_kernel(cap: int, tile: int) -> np.ndarray:
+    """Covariance [cap+1, cap+1] of how a price curve departs from a straight line.
+
+    It bends at any width, steps a little between any two, and steps more where a tile of rows
+    begins (width w has w + 1 rows) and from one row to two: by a height all tiles share and by
+    one of its own.
+    """
+    width = np.arange(cap + 1)
+    bends = np.maximum(width[:, None] - np.arange(1, cap), 0.0)  # [cap+1, knots]
+    stair = (width // tile).astype(float)
+    var = np.full(cap + 1, STEP**2)
+    var[tile::tile] += TILE_STEP**2
+    var[0] = 0.0
+    var[1:2] += ONE_ROW_STEP**2
+    total = np.cumsum(var)
+    return (
+        BEND**2 * bends @ bends.T
+        + TILE_SHARED**2 * np.outer(stair, stair)
+        + np.minimum.outer(total, total)
+    )
 
 
 def tilt_of(curve: np.ndarray) -> np.ndarray:
@@ -74,20 +98,21 @@ def smooth(rows: Sequence[PriorRow], cap: int, tile: int) -> Knot:
     ms = np.array([row[2] for row in rows])
     scale = float(np.median(ms))
     tilt = np.arange(cap + 1) / max(cap, 1)
-    prior = 1.0 + np.outer(tilt, tilt) + step_kernel(cap, tile, CURVE_STEP, TILE_STEP)
+    prior = 1.0 + np.outer(tilt, tilt) + shape_kernel(cap, tile)
     y = ms / scale - 1.0
-    best: tuple[float, np.ndarray, np.ndarray] | None = None
-    for noise in (0.01, 0.03, 0.1):
+    best: tuple[float, float, np.ndarray, np.ndarray] | None = None
+    for noise in WARMUP_NOISES:
         gram = prior[np.ix_(widths, widths)] + noise**2 * np.eye(len(y))
         chol = np.linalg.cholesky(gram)
         white = np.linalg.solve(chol, y)
         evidence = -0.5 * white @ white - np.log(np.diag(chol)).sum()
         if best is None or evidence > best[0]:
             cross = np.linalg.solve(chol, prior[widths])
-            best = (float(evidence), cross.T @ white, prior - cross.T @ cross)
+            best = (float(evidence), noise, cross.T @ white, prior - cross.T @ cross)
     assert best is not None
-    curve = np.maximum.accumulate(scale * np.maximum(1.0 + best[1], 0.05))
-    return Knot(rows[0][1], curve, best[2] * np.outer(scale / curve, scale / curve))
+    _, noise, mean, cov = best
+    curve = np.maximum.accumulate(scale * np.maximum(1.0 + mean, 0.05))
+    return Knot(rows[0][1], curve, cov * np.outer(scale / curve, scale / curve), noise)
 
 
 class CostModel:
@@ -96,13 +121,12 @@ class CostModel:
     def __init__(self, cap: int, tile: int, prior: Sequence[PriorRow]) -> None:
         self.cap = cap
         self.tile = tile
-        self.noise = NOISE_START
         self.known = bool(prior)  # are there any real milliseconds yet?
         contexts = sorted({row[1] for row in prior})
         self.knots = [smooth([r for r in prior if r[1] == c], cap, tile) for c in contexts]
         if not self.knots:
             curve = 1.0 + BLIND_SLOPE * np.arange(cap + 1)
-            self.knots = [Knot(0, curve, step_kernel(cap, tile, CURVE_STEP, TILE_STEP))]
+            self.knots = [Knot(0, curve, shape_kernel(cap, tile), NOISE_START)]
         self._reset()
 
     def _reset(self) -> None:
@@ -111,6 +135,8 @@ class CostModel:
         self._segment = (-1.0, -1.0)  # contexts between which _base and _slope hold
         self._residuals: list[float] = []
         self.jumps = 0
+        self._rounds = 0
+        self.noise = max(knot.noise for knot in self.knots)
         self.m = np.ones(self.cap + 1)
         self.cov = np.eye(self.cap + 1)
 
@@ -124,10 +150,10 @@ class CostModel:
         self._drift = (
             DRIFT_SCALE**2
             + DRIFT_TILT**2 * np.outer(tilt, tilt)
-            + step_kernel(self.cap, self.tile, DRIFT_STEP, DRIFT_STEP)
+            + DRIFT_SHAPE**2 * shape_kernel(self.cap, self.tile)
         )
         self._jump = JUMP_SCALE**2 + JUMP_TILT**2 * np.outer(tilt, tilt)
-        self._jump += step_kernel(self.cap, self.tile, CURVE_STEP, TILE_STEP)
+        self._jump += shape_kernel(self.cap, self.tile)
         self._tilt = tilt
         self.m = np.ones(self.cap + 1)
         self.at = context_length
@@ -165,11 +191,11 @@ class CostModel:
             self._start(context_length)
         return np.maximum.accumulate(self.m * self.reference(context_length))
 
-    def doubt(self) -> np.ndarray:
-        """[cap+1] std of what a width costs beyond width 0, relative to its price."""
-        if self.at is None:
-            return np.zeros(self.cap + 1)
-        spread = self.cov.diagonal() - 2.0 * self.cov[0] + self.cov[0, 0]
+    def doubt(self, width: int) -> np.ndarray:
+        """[cap+1] std of what each width costs beyond `width`, relative to the price."""
+        cov = self.cov
+        spread = cov.diagonal() - 2.0 * cov[width]
+        spread += cov[width, width]
         return np.sqrt(np.maximum(spread, 0.0))
 
     def observe(self, width: int, context_length: int, ms: float) -> None:
@@ -182,6 +208,9 @@ class CostModel:
             expected = ms
         cov, m = self.cov, self.m
         cov += self._drift
+        if self._rounds < START_ROUNDS:
+            cov += (START_DRIFT * (1.0 - self._rounds / START_ROUNDS)) ** 2
+            self._rounds += 1
         y = ms / expected
         predicted = float(m[width])
         sigma = self.noise * predicted
@@ -199,7 +228,7 @@ class CostModel:
         self._watch(max(-3.0, min(3.0, z)))
 
     def _rescale(self, factor: float) -> None:
-        self.knots = [Knot(k.context_length, k.curve * factor, k.cov) for k in self.knots]
+        self.knots = [dataclasses.replace(k, curve=k.curve * factor) for k in self.knots]
         self._segment = (-1.0, -1.0)
         self.known = True
 
@@ -228,7 +257,7 @@ class CostModel:
         if self.at is None or not self.known:
             return None
         curve = self.prices(self.at)
-        return Knot(self.at, curve, self.cov / np.outer(self.m, self.m))
+        return Knot(self.at, curve, self.cov / np.outer(self.m, self.m), self.noise)
 
     def add_knots(self, knots: Sequence[Knot]) -> None:
         """Takes knots from a record: they replace the warm-up's in their bands. Starts afresh."""

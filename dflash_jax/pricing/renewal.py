@@ -19,7 +19,10 @@ from dflash_jax.pricing.rule import Limits, PriorRow, Rule, band_of
 MEMORY = 1.0 - 1.0 / 200.0  # of λ, per round
 FIRST_ROUNDS = 2.0  # the first round's own best ratio counts as so many rounds of λ
 KEPT_ROUNDS = 30.0  # a record's λ counts as at most so many rounds of the next stream
-OPTIMISM = 1.0  # a width is priced this many stds of doubt below its expected added price
+OPTIMISM = 0.25  # a wider width is preferred if its extra price is within so many stds of nothing
+JUMP_MEMORY = 0.05  # how much of λ's memory a jump of the prices leaves
+PROBES = 4  # most rounds spent on timing other widths when prices are unknown or have jumped,
+PROBE_DOUBT = 0.10  # as long as the extra price is in more doubt than this (relative std)
 
 
 class Renewal(Rule):
@@ -31,7 +34,7 @@ class Renewal(Rule):
         self._tokens = 0.0
         self._widths = np.zeros(limits.cap + 1)
         self._expected = np.ones(limits.cap + 1)
-        self._discount = np.zeros(limits.cap + 1)
+        self._probes = 0 if self.cost.known else PROBES
         self._why: tuple[int, float, np.ndarray, np.ndarray] | None = None
         self._kept: dict[str, Any] = {}
         self._band = -1
@@ -44,11 +47,26 @@ class Renewal(Rule):
         if not self._tokens:
             self._start(expected, context_length)
         rate = self._tokens / float(self._widths @ full)
-        prices = np.maximum.accumulate((full * (1.0 - self._discount))[: n + 1])
-        gain = expected - rate * prices
+        gain = expected - rate * full[: n + 1]
         w = int(n - np.argmax(gain[::-1]))
+        if OPTIMISM and w < n:
+            bonus = OPTIMISM * rate * self.cost.doubt(w)[w : n + 1] * full[w]
+            w = int(n - np.argmax((gain[w:] + bonus)[::-1]))
+        if self._probes:
+            w = self._probe(w, n)
         self._why = (w, rate, full, expected)
         return w
+
+    def _probe(self, width: int, n: int) -> int:
+        """A width well above or below `width`, whichever's price is in more doubt; or `width`."""
+        wide = min(max(2 * width, width + self.limits.tile), n)
+        narrow = max(width // 2, self.limits.least, 1)
+        doubt = self.cost.doubt(width)
+        probe = max((wide, narrow), key=lambda w: float(doubt[w]))
+        if doubt[probe] < PROBE_DOUBT or probe == width:
+            return width
+        self._probes -= 1
+        return probe
 
     def observe(
         self,
@@ -67,8 +85,13 @@ class Renewal(Rule):
             self._save_band()
             self._band = band
         if sample:
+            jumps = self.cost.jumps
             self.cost.observe(width, context_length, round_ms)
-            self._discount = np.minimum(OPTIMISM * self.cost.doubt(), 0.5)
+            if self.cost.jumps > jumps:
+                self._probes = PROBES
+                # λ was earned by widths that suited the old prices.
+                self._tokens *= JUMP_MEMORY
+                self._widths *= JUMP_MEMORY
 
     def _save_band(self) -> None:
         """Puts what is believed now under the band of the last observation."""
@@ -81,7 +104,7 @@ class Renewal(Rule):
             "context_length": knot.context_length,
             "prices_ms": knot.curve.tolist(),
             "cov": knot.cov.tolist(),
-            "noise": self.cost.noise,
+            "noise": knot.noise,
             "tokens": self._tokens * share,
             "widths": (self._widths * share).tolist(),
         }
@@ -93,7 +116,12 @@ class Renewal(Rule):
     def _load(self, bands: Mapping[str, Any]) -> None:
         self._kept = dict(bands)
         knots = [
-            Knot(band["context_length"], np.array(band["prices_ms"]), np.array(band["cov"]))
+            Knot(
+                band["context_length"],
+                np.array(band["prices_ms"]),
+                np.array(band["cov"]),
+                band["noise"],
+            )
             for band in bands.values()
         ]
         self.cost.add_knots(knots)
@@ -106,7 +134,6 @@ class Renewal(Rule):
                 self._kept.values(), key=lambda b: abs(octaves(b["context_length"], context_length))
             )
             self._tokens, self._widths = band["tokens"], np.array(band["widths"])
-            self.cost.noise = band["noise"]
             return
         width = int(np.argmax(expected / self.cost.prices(context_length)[: len(expected)]))
         self._tokens = FIRST_ROUNDS * float(expected[width])
