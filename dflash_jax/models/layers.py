@@ -60,6 +60,24 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
 
+def row_sum(x: jax.Array) -> jax.Array:
+    """x [..., n] summed over its last axis: [..., 1].
+
+    On the CPU as a matmul: XLA picks how to reduce by the size of the whole array, so that a row's
+    bits would depend on how many rows are beside it. Its matmul kernels do not (`decode.rows`);
+    eight columns, since one would be rewritten as the reduction again.
+    """
+
+    def by_matmul(x: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        return linear(rows, jnp.ones((8, x.shape[-1]), x.dtype))[:, :1].reshape(*x.shape[:-1], 1)
+
+    def by_reduction(x: jax.Array) -> jax.Array:
+        return x.sum(axis=-1, keepdims=True)
+
+    return jax.lax.platform_dependent(x, cpu=by_matmul, default=by_reduction)
+
+
 class Linear(nn.Module):
     """A linear map whose weight is stored [out, in], as checkpoints store it."""
 
@@ -88,7 +106,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        x = x * jax.lax.rsqrt(row_sum(x * x) / x.shape[-1] + self.epsilon)
         return weight.astype(self.dtype) * x.astype(self.dtype)
 
 

@@ -245,13 +245,16 @@ class Llama(nn.Module):
         """int32 [..., T] -> [..., T, D]."""
         return self.embed_tokens()[tokens].astype(self.config.dtype)
 
+    def head(self) -> jax.Array:
+        """The output head [V, D]: a drafter shares it."""
+        return self.embed_tokens() if self.config.tie_word_embeddings else self.lm_head()
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., T, D], normed -> float32 [..., T, V]; accumulated and kept in float32."""
-        head = self.embed_tokens() if self.config.tie_word_embeddings else self.lm_head()
         dtype = self.config.dtype
         return jax.lax.dot_general(
             hidden.astype(dtype),
-            head.astype(dtype),
+            self.head().astype(dtype),
             (((hidden.ndim - 1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )

@@ -1,0 +1,74 @@
+"""Compiling every program ahead of serving, and counting what compiles after that."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from dflash_jax.decode.programs import Program, Programs
+
+# Compilation leaves the interpreter's lock; two at once keep a small machine's cores busy.
+_COMPILERS = 2
+
+
+class Executables(NamedTuple):
+    """The compiled programs of a stream."""
+
+    prefill: Any
+    verify: dict[int, Any]  # by width
+    extend: Any | None
+    draft: Any | None
+
+
+def compile_programs(
+    programs: Programs,
+    widths: tuple[int, ...],
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Executables:
+    """Compiles the programs for some widths.
+
+    Args:
+      programs: all of them.
+      widths: the widths that will be verified.
+      progress: called with a program's name, and how many of how many are compiled.
+    """
+    wanted = [programs.prefill, *(programs.verify[width] for width in widths)]
+    wanted += [program for program in (programs.extend, programs.draft) if program is not None]
+    compiled: dict[str, Any] = {}
+
+    def compile_one(program: Program) -> tuple[str, Any]:
+        return program.name, program.compile()
+
+    with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
+        jobs = [pool.submit(compile_one, program) for program in wanted]
+        try:
+            for job in concurrent.futures.as_completed(jobs):
+                name, executable = job.result()
+                compiled[name] = executable
+                progress(name, len(compiled), len(wanted))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return Executables(
+        prefill=compiled["prefill"],
+        verify={width: compiled[programs.verify[width].name] for width in widths},
+        extend=compiled.get("extend"),
+        draft=compiled.get("draft"),
+    )
+
+
+class CompileCounter:
+    """Counts XLA compilations in this process from its creation on."""
+
+    _EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
+        del duration_s
+        if event == self._EVENT:
+            self.count += 1

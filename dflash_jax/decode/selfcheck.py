@@ -1,0 +1,139 @@
+"""Proves at start-up, on the real shapes, that a row's bits do not depend on the width.
+
+Plain decoding writes sixteen tokens; then every width verifies the same tokens, as a chain and as
+a tree with wrong siblings, from the same context. Picks, their logits, the committed keys and
+values and the taps must be equal bit for bit. The prompt's length puts the window across the edge
+of a key chunk, and far and near keys on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.decode.executables import Executables
+from dflash_jax.decode.programs import DecodeSpec, Round, TargetState, TargetWeights
+from dflash_jax.decode.sampling import Sampling
+from dflash_jax.tree.growth import EMPTY, NO_PARENT, DraftTree
+from dflash_jax.tree.masks import MAX_ROWS, window_array
+
+_EDGE = 5  # tokens between the prompt's end and the key chunk's
+_SAMPLINGS = (Sampling(), Sampling(temperature=1.0, seed=7))
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfCheck:
+    """What the check found: one line for each width whose bits differ from plain decoding's."""
+
+    widths: tuple[int, ...]
+    differences: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.differences
+
+
+class _Rows(NamedTuple):
+    """What was committed, row by row; NumPy."""
+
+    tokens: np.ndarray  # [n]
+    logits: np.ndarray  # [n]
+    taps: np.ndarray  # [n, ...]
+    k: np.ndarray  # [L, K, n, H]
+    v: np.ndarray  # [L, K, n, H]
+
+
+def check(
+    spec: DecodeSpec, weights: TargetWeights, state: TargetState, executables: Executables
+) -> tuple[SelfCheck, TargetState]:
+    """Runs the check over every compiled width.
+
+    Args:
+      state: any state; its cache is overwritten and handed back.
+
+    Returns:
+      The finding, and a state to go on with.
+    """
+    widths = tuple(sorted(executables.verify))
+    differences: list[str] = []
+    for sampling in _SAMPLINGS:
+        arrays = jax.tree.map(jnp.asarray, sampling.arrays())
+        state, start, anchor = _prompt(spec, weights, state, executables, arrays)
+        kind = "greedy" if sampling.greedy else "sampled"
+        steps = []
+        for _ in range(MAX_ROWS):
+            done = _verify(spec, weights, state, executables, EMPTY, 0, arrays)
+            state = done.state
+            steps.append(_committed(done, start + len(steps)))
+        plain = _Rows(*(np.concatenate(x, 2 if x[0].ndim == 4 else 0) for x in zip(*steps)))
+        for width in widths:
+            for shape, tree in _trees(plain.tokens, width, spec.vocab_size).items():
+                # The cache before the window is untouched: going back is a matter of its length.
+                rewound = state._replace(length=jnp.int32(start), anchor=jnp.int32(anchor))
+                done = _verify(spec, weights, rewound, executables, tree, width, arrays)
+                state = done.state
+                got = _committed(done, start)
+                differences += _compare(plain, got, f"width {width}, {kind} {shape}")
+    return SelfCheck(widths, tuple(differences)), state
+
+
+def _prompt(spec, weights, state, executables, arrays) -> tuple[TargetState, int, int]:
+    """Prefills a made-up prompt; (state, its length, its anchor)."""
+    chunk = spec.policy.prefill_chunk
+    size = min(max(spec.policy.key_chunk, chunk), spec.context_limit - MAX_ROWS) - _EDGE
+    prompt = np.random.default_rng(0).integers(0, spec.vocab_size, max(size, 1)).astype(np.int32)
+    state = state._replace(length=jnp.int32(0))
+    for begin in range(0, len(prompt), chunk):
+        piece = prompt[begin : begin + chunk]
+        tokens = jnp.asarray(np.pad(piece, (0, chunk - len(piece))))
+        done = executables.prefill(weights, state, tokens, jnp.int32(len(piece)), arrays)
+        state = done.state
+    return state, int(state.length), int(state.anchor)
+
+
+def _verify(spec, weights, state, executables, tree, width, arrays) -> Round:
+    window = jnp.asarray(window_array(tree, width, spec.policy.rows(width)))
+    return executables.verify[width](weights, state, window, arrays)
+
+
+def _trees(tokens: np.ndarray, width: int, vocab_size: int) -> dict[str, DraftTree]:
+    """The plain tokens as a chain of `width` nodes, and behind wrong siblings."""
+    nodes = np.arange(width)
+    chain = DraftTree(tokens[:width].astype(np.int32), nodes - 1, nodes + 1, np.ones(width))
+    # wrong, right, wrong, right, …: the right node of a depth is the parent of the next depth.
+    depths = nodes // 2 + 1
+    right = tokens[depths - 1] if width else tokens[:0]
+    wrong = (right + 1) % vocab_size
+    parents = np.where(depths == 1, NO_PARENT, 2 * depths - 3)
+    siblings = np.where(nodes % 2 == 0, wrong, right).astype(np.int32)
+    return {"chain": chain, "tree": DraftTree(siblings, parents, depths, np.ones(width))}
+
+
+def _committed(done: Round, start: int) -> _Rows:
+    count = int(done.report.count)
+    k, v = (
+        np.asarray(jax.lax.dynamic_slice_in_dim(x, start, MAX_ROWS, axis=2))[:, :, :count]
+        for x in done.state.cache
+    )
+    return _Rows(
+        np.asarray(done.report.tokens)[:count],
+        np.asarray(done.report.logits)[:count],
+        np.asarray(done.taps)[:count],
+        k,
+        v,
+    )
+
+
+def _compare(plain: _Rows, got: _Rows, label: str) -> list[str]:
+    count = len(got.tokens)
+    different = []
+    for name in _Rows._fields:
+        a, b = getattr(plain, name), getattr(got, name)
+        a = a[:, :, :count] if a.ndim == 4 else a[:count]
+        if a.tobytes() != b.tobytes():
+            different.append(name)
+    return [f"{label}: {', '.join(different)} differ from plain decoding's"] if different else []
