@@ -272,6 +272,9 @@ class DFlash2(nn.Module):
         # Equal logits: top_k gives the lower row first, and draft_vocab rises. But it would put 0
         # before -0, so -0 becomes 0.
         unary, rows = jax.lax.top_k(jnp.where(logits == 0, 0.0, logits), count)
+        # Without the barrier XLA merges the slices below into top_k's own and, no longer seeing a
+        # top_k, sorts the vocabulary: 150 ms instead of 0.7 for 7 x 49,152 on a CPU.
+        rows = jax.lax.optimization_barrier(rows)
         candidates = self.target_ids(rows)
         if not self.config.has_selector:
             edge = jnp.zeros((*candidates.shape, count), jnp.float32)

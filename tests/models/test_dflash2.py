@@ -208,6 +208,34 @@ def test_equal_logits_give_the_lower_id_first():
     assert lattice.unary[0].tolist() == [3.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_the_lattice_never_sorts_the_vocabulary(batch):
+    config = dataclasses.replace(CONFIG, vocab_size=4096)
+
+    def call(params, hidden, logits, anchor):
+        variables = {"params": params}
+        return DFlash2(config).apply(variables, hidden, logits, anchor, method=DFlash2.lattice)
+
+    shapes = ((*batch, 3, 16), (*batch, 3, 4096))
+    args = (*map(jnp.zeros, shapes), jnp.zeros(batch, jnp.int32))
+    text = jax.jit(call).lower(random_params(config), *args).compile().as_text()
+    assert " sort(" not in text
+    assert "topk" in text.lower()
+
+
+def test_scores_have_gradients():
+    def loss(params, logits):
+        variables = {"params": params}
+        args = (normal(3, 16), logits, jnp.int32(0))
+        lattice = DFlash2(CONFIG).apply(variables, *args, method=DFlash2.lattice)
+        return jnp.sum(lattice.unary) + jnp.sum(lattice.edge)
+
+    params = {"candidate_selector": random_params(CONFIG)["candidate_selector"]}
+    gradients, to_logits = jax.jit(jax.grad(loss, (0, 1)))(params, normal(3, 64, seed=3))
+    assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(gradients))
+    assert float(to_logits.sum()) == 9.0  # one for each candidate
+
+
 def test_minus_zero_equals_zero():
     logits = jnp.full((1, 64), -1.0).at[0, 3].set(-0.0).at[0, 8].set(0.0)
     plain = dataclasses.replace(CONFIG, selector_rank=0, selector_top_k=0)
