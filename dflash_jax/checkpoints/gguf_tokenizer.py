@@ -84,7 +84,7 @@ def _backend(file: GGUFFile, pre: str, tokens: list[str], types: list[int]) -> T
         merges.append((left, right))
     try:
         backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in IGNORE_MERGES))
-    except ValueError as error:
+    except Exception as error:  # the library raises nothing narrower
         raise InputError(f"{file.label}: the tokenizer's merges do not fit ({error})") from error
     splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in PRE_TOKENIZERS[pre]]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

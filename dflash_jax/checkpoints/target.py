@@ -20,7 +20,7 @@ from dflash_jax.checkpoints import (
     safetensors_files,
 )
 from dflash_jax.checkpoints.gguf_file import GGUFFile
-from dflash_jax.checkpoints.names import load_parameters
+from dflash_jax.checkpoints.names import TensorSource, load_parameters
 from dflash_jax.checkpoints.safetensors_files import SafetensorsSource
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
@@ -100,6 +100,7 @@ def embedded_path() -> pathlib.Path:
 def _load_gguf(path: pathlib.Path, dtype: np.dtype) -> Target:
     file = GGUFFile(path)
     config = llama_config.from_gguf(file, dtype)
+    _check_tensor_count(config, file)
     tokenizer = gguf_tokenizer.from_gguf(file)
     ignored = {llama_names.GGUF_ROPE_FACTORS} if config.rope_scaling else set()
     params = load_parameters(file, llama_names.gguf_table(config), dtype, ignored)
@@ -120,6 +121,7 @@ def _load_directory(directory: pathlib.Path, dtype: np.dtype) -> Target:
     hf_config = safetensors_files.read_json(config_path)
     config = llama_config.from_hugging_face(hf_config, str(config_path), dtype)
     source = SafetensorsSource(directory)
+    _check_tensor_count(config, source)
     tokenizer = hf_tokenizer.from_directory(directory)
     params = load_parameters(
         source,
@@ -146,6 +148,15 @@ def _load_directory(directory: pathlib.Path, dtype: np.dtype) -> Target:
         tokenizer=tokenizer,
         stop_token_ids=frozenset(stops) | tokenizer.end_of_turn_ids(),
     )
+
+
+def _check_tensor_count(config: LlamaConfig, source: TensorSource) -> None:
+    """A damaged count of billions would fill the memory with a name table."""
+    count = len(source.shapes())
+    if not count:
+        raise InputError(f"{source.label}: the checkpoint holds no tensors")
+    if config.num_layers > count:
+        raise InputError(f"{source.label}: {config.num_layers} layers, but only {count} tensors")
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

@@ -289,6 +289,37 @@ def test_truncation_anywhere_in_a_gguf_header_is_refused(gguf_path, tmp_path):
         refused(short, "not a readable GGUF file, or truncated")
 
 
+def test_damaged_gguf_headers_load_or_are_refused(gguf_path, tmp_path):
+    """Whatever byte is wrong, there is no other exception; the metadata end before byte 12,000."""
+    rng = np.random.default_rng(0)
+    whole = np.frombuffer(gguf_path.read_bytes(), np.uint8)
+    damaged = tmp_path / "damaged.gguf"
+    refusals = 0
+    for limit in [2500] * 60 + [12000] * 60:
+        copy = whole.copy()
+        copy[rng.integers(4, limit)] = rng.choice([0, 127, 255])
+        damaged.write_bytes(copy.tobytes())
+        try:
+            load_target(damaged)
+        except InputError:
+            refusals += 1
+    assert refusals > 20
+
+
+def test_damaged_layer_counts_are_refused(directory, model, tmp_path, monkeypatch):
+    edit_config(directory, num_hidden_layers=2**31, layer_types=None)
+    refused(directory, "2147483648 layers, but only 30 tensors")
+    add = gguf.GGUFWriter.add_block_count
+    monkeypatch.setattr(gguf.GGUFWriter, "add_block_count", lambda self, _: add(self, 2**31))
+    refused(tiny_llama.write_gguf(model, tmp_path / "tiny.gguf"), "2147483648 layers")
+
+
+def test_merges_without_their_token_are_refused(model, tmp_path, monkeypatch):
+    add = gguf.GGUFWriter.add_token_merges
+    monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda self, _: add(self, ["h x"]))
+    refused(tiny_llama.write_gguf(model, tmp_path / "tiny.gguf"), "merges do not fit")
+
+
 def test_other_files_are_no_gguf(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(5000))
