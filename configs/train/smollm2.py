@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
             "temperatures": (0.0, 0.7, 1.0),
             "temperature_weights": (0.6, 0.15, 0.25),
         },
-        rollout={"batch": 4096, "length": 512, "segments": 4},
+        rollout={"batch": 4096, "length": 512, "segments": 2},
         drafter={
             "num_layers": 3,
             "block_size": 8,

@@ -122,11 +122,13 @@ def block_hidden(
     """
     model, variables = DFlash2(config), {"params": params}
     rows = blocks.labels.shape[-1] + 1
-    context = model.apply(variables, taps, table.at(jnp.arange(taps.shape[1])), method="context")
+    context: Any = model.apply(
+        variables, taps, table.at(jnp.arange(taps.shape[1])), method="context"
+    )
     masks = jnp.full((*blocks.anchors.shape, rows - 1), config.mask_token_id, jnp.int32)
     ids = jnp.concatenate([blocks.anchor_tokens[..., None], masks], axis=-1)
     embeds = embedding[ids].astype(config.dtype) * config.input_embedding_scale
     rotary = table.at(blocks.anchors[..., None] + jnp.arange(rows))
     attend = block_attention(config, context, blocks.anchors)
-    hidden = model.apply(variables, embeds, rotary, attend, method="block")
+    hidden: Any = model.apply(variables, embeds, rotary, attend, method="block")
     return hidden[..., 1:, :]

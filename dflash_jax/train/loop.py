@@ -1,4 +1,4 @@
-"""The training loop: batches in a fixed order, checkpoints with exact resume, progress, a clean end.
+"""The training loop: batches in a fixed order, exact resume, progress, a clean end.
 
 What a run needs to go on is in its Orbax checkpoint: the state (whose step keys every random draw),
 the position in the data, the time spent, and fingerprints of the data and the config.
@@ -52,7 +52,7 @@ class Batches:
     def __init__(self, rows: Rows, batch: int, seed: int):
         if len(rows.tokens) < batch:
             raise InputError(
-                f"the corpus has {len(rows.tokens)} training sequences, fewer than a batch ({batch})"
+                f"the corpus has {len(rows.tokens)} training sequences, a batch {batch}"
             )
         self._rows, self._batch, self._seed = rows, batch, seed
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))

@@ -86,7 +86,7 @@ def grouped_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def _chunk_loss(
     spec: HeadSpec, hidden: jax.Array, rows: Rows, weight: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    logits = DFlash2(spec.config).apply({}, hidden, weight, method="logits")
+    logits: Any = DFlash2(spec.config).apply({}, hidden, weight, method="logits")
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     label_logits = jnp.take_along_axis(logits, rows.label_rows[..., None], axis=-1)[..., 0]
     target = jax.lax.dot_general(
@@ -104,7 +104,7 @@ def _chunk_loss(
 
 
 def _split(array: jax.Array, chunks: int) -> jax.Array:
-    """[B, A, ...] -> [chunks, B, A/chunks, ...]; the batch axis stays whole, as devices share it."""
+    """[B, A, ...] -> [chunks, B, A/chunks, ...]; devices share the batch axis, so it stays."""
     batch, blocks, *rest = array.shape
     return array.reshape(batch, chunks, blocks // chunks, *rest).swapaxes(0, 1)
 
@@ -189,14 +189,14 @@ def selector_loss(
     candidates = jnp.where(replaced, label_rows[..., None], output.top_rows)
     unary = jnp.where(replaced, output.label_logits[..., None], output.top_logits)
     is_label = jnp.where(missing[..., None], last, found)
-    edge = DFlash2(config).apply(
+    edge: Any = DFlash2(config).apply(
         {"params": params},
         hidden,
         before[..., None],
         ids[candidates],
         method=lambda drafter, *args: drafter.candidate_selector(*args),
-    )[..., 0, :]
-    log_chance = jax.nn.log_softmax(jax.lax.stop_gradient(unary) + edge, axis=-1)
+    )
+    log_chance = jax.nn.log_softmax(jax.lax.stop_gradient(unary) + edge[..., 0, :], axis=-1)
     if not replace:
         weights = jnp.where(missing, 0, weights)
     return -jnp.sum(weights * jnp.sum(jnp.where(is_label, log_chance, 0), axis=-1))

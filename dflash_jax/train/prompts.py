@@ -123,7 +123,7 @@ def _parse(where: str, line: str) -> Prompt | dict[str, tuple[str, ...]]:
         case {"slot": str(name), "values": [str(), *_] as values}:
             return {name: tuple(map(str, values))}
         case {"prompt": str(text)}:
-            messages = ({"role": "user", "content": text},)
+            messages: tuple[Message, ...] = ({"role": "user", "content": text},)
         case {"text": str(text)}:
             return Prompt(str(fields.get("kind", "text")), text=text)
         case {"messages": [{"role": str(), "content": str()}, *_] as given}:

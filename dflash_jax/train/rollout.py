@@ -70,17 +70,17 @@ class Template(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """The forced starts of a batch."""
+    """The forced starts of a batch; NumPy, or arrays on the devices."""
 
-    tokens: np.ndarray  # [B, S] int32, padded
-    lengths: np.ndarray  # [B] int32, at least 1
-    roles: np.ndarray  # [B] int32: who speaks next, USER or ASSISTANT
-    temperature: np.ndarray  # [B] float32, of the replies
+    tokens: Any  # [B, S] int32, padded
+    lengths: Any  # [B] int32, at least 1
+    roles: Any  # [B] int32: who speaks next, USER or ASSISTANT
+    temperature: Any  # [B] float32, of the replies
 
 
 class _Carry(NamedTuple):
-    keys: tuple[jax.Array, ...]  # a layer [B, K, s, H]
-    values: tuple[jax.Array, ...]
+    keys: tuple[Any, ...]  # a layer [B, K, s, H]
+    values: tuple[Any, ...]
     token: jax.Array  # [B] int32, at the present position
     role: jax.Array  # [B] int32
     pending: jax.Array  # [B] int32: next index into the role's transition; 0 is none
@@ -278,8 +278,8 @@ class Rollout:
             return attend_one(q, keys[layer], values[layer], position)
 
         model, variables = Llama(self._llama), {"params": params}
-        hidden = model.apply(variables, carry.token[:, None], rotary, attend).hidden
-        logits = model.apply(variables, hidden[:, 0], method="logits")
+        output: Any = model.apply(variables, carry.token[:, None], rotary, attend)
+        logits: Any = model.apply(variables, output.hidden[:, 0], method="logits")
         return tuple(keys), tuple(values), logits
 
 

@@ -166,7 +166,7 @@ def read_target(models: Models, frozen: Frozen, tokens: jax.Array) -> tuple[jax.
             return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
         return layers.attention(q, k, v, mask)
 
-    output = Llama(models.target).apply(
+    output: Any = Llama(models.target).apply(
         {"params": frozen.target},
         tokens,
         table.at(jnp.arange(length)),
@@ -272,6 +272,7 @@ def eval_step(models: Models, params: Any, frozen: Frozen, batch: Batch) -> Metr
     return loss_and_metrics(models, params, frozen, batch, jax.random.key(0))[1]
 
 
+@functools.cache
 def compiled_steps(models: Models) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Jitted train and evaluation steps; the state is donated."""
     train = jax.jit(functools.partial(train_step, models), donate_argnums=0)

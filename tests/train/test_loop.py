@@ -27,7 +27,7 @@ def run(trainer, **kwargs):
 
 def test_training_beats_the_stated_acceptance(tmp_path):
     """400 steps reach 3.5 of 4 tokens a round on held-out text; the start has about 1."""
-    trainer = tiny.trainer(tmp_path, steps=400)
+    trainer = tiny.trainer(tmp_path)
     start = trainer.evaluate()
     run(trainer)
     end = trainer.evaluate()
@@ -40,11 +40,11 @@ def test_training_beats_the_stated_acceptance(tmp_path):
 
 def test_resume_is_exact(tmp_path):
     straight = tiny.trainer(tmp_path / "straight")
-    run(straight)
+    run(straight, until=20)
     run(tiny.trainer(tmp_path / "parts"), until=10)
     second = tiny.trainer(tmp_path / "parts")
     assert second.step == 10
-    run(second)
+    run(second, until=20)
     assert second.step == 20
     jax.tree.map(np.testing.assert_array_equal, second.state, straight.state)
 
@@ -115,21 +115,23 @@ def test_full_disk_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
 
 
 def test_stop_saves_and_goes_on_later(tmp_path):
-    trainer = tiny.trainer(tmp_path, log_every=3)
+    trainer = tiny.trainer(tmp_path)
     for report in trainer.run():
-        assert report.train is not None
-        trainer.stop()
+        if report.step == 3:
+            trainer.stop()
     assert trainer.step == 3
     assert tiny.trainer(tmp_path).step == 3
 
 
 def test_time_limit_ends_the_run(tmp_path):
-    trainer = tiny.trainer(tmp_path, steps=10**6)
-    run(trainer, time_limit_s=3)
-    assert 0 < trainer.step < 10**6
+    trainer = tiny.trainer(tmp_path)
+    run(trainer, until=1)  # compiles
+    limit = trainer.elapsed_s + 0.3
+    run(trainer, time_limit_s=limit)
+    assert 1 < trainer.step < 400
     steps = trainer.step
-    again = tiny.trainer(tmp_path, steps=10**6)
-    run(again, time_limit_s=3)  # the time is spent already
+    again = tiny.trainer(tmp_path)
+    run(again, time_limit_s=limit)  # the time is spent already
     assert again.step == steps
 
 
@@ -148,7 +150,7 @@ def test_draft_vocabulary_has_the_frequent_ids():
 
 
 def test_reports_are_json(tmp_path):
-    trainer = tiny.trainer(tmp_path, log_every=1)
+    trainer = tiny.trainer(tmp_path)
     reports = run(trainer, until=2)
     assert [report.step for report in reports] == [1, 2]
     json.dumps({k: str(v) for k, v in dataclasses.asdict(reports[0]).items()})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 import jax
 import jax.numpy as jnp
+import numpy as np
+
 from dflash_jax.models import layers
 from dflash_jax.models.dflash2_config import DrafterConfig
 from dflash_jax.models.llama import Llama, LlamaConfig
@@ -87,12 +87,12 @@ def corpus(count: int = 256) -> Corpus:
 
 def train_config(**overrides) -> TrainConfig:
     values = {
-        "steps": 20,
+        "steps": 400,
         "batch": 8,
         "anchors": 8,
         "head_chunks": 2,
         "learning_rate": 3e-3,
-        "log_every": 10,
+        "log_every": 1,
         "eval_every": 1000,
         "eval_rows": 16,
         "label_weight": 1.0,  # the random target's own distribution says nothing

@@ -1,0 +1,143 @@
+"""Measures a drafter: tokens a round at every width, recall, honesty of its landing chances.
+
+  python scripts/eval_drafter.py --config=configs/train/smollm2.py --drafter=runs/smollm2/drafter \
+      --out=runs/smollm2/eval
+
+Several drafters (--drafter=a,b) are measured on the same replies, each into OUT/NAME of its folder.
+The target replies to held-out prompts, greedy and sampled; every anchor of every reply is drafted
+and the decodes are replayed on the host. Writes OUT/eval.json and pictures, and the calibration
+beside the drafter (calibration.json), where serving finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import config_flags
+from rich.console import Console
+from rich.table import Table
+
+from dflash_jax.checkpoints.drafter import load_drafter
+from dflash_jax.decode.sampling import Sampling
+from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax.train import recipe
+from dflash_jax.train.devices import data_mesh
+from dflash_jax.train.evaluate import Evaluation, evaluate
+from dflash_jax.train.plots import plot_depth, plot_reliability, plot_widths
+from dflash_jax.train.prompts import Prompt, read_prompts
+from dflash_jax.train.replies import write_replies
+from dflash_jax.train.step import Models
+from dflash_jax.tree.growth import CAP
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "the recipe", lock_config=True)
+_DRAFTERS = flags.DEFINE_list("drafter", None, "folders of drafters", required=True)
+_OUT = flags.DEFINE_string("out", None, "folder of the results", required=True)
+_PROMPTS = flags.DEFINE_list("prompts", ["configs/prompts/heldout.jsonl"], "prompt files")
+_COUNT = flags.DEFINE_integer("count", 0, "prompts to use, evenly spread; 0 is all")
+_LENGTH = flags.DEFINE_integer("length", 512, "tokens of prompt and reply together")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "longest reply")
+_SEEDS = flags.DEFINE_integer("seeds", 2, "sampled replies to each prompt")
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "of the sampled replies")
+_TOP_K = flags.DEFINE_integer("top_k", 20, "of the sampled replies")
+_TOP_P = flags.DEFINE_float("top_p", 0.95, "of the sampled replies")
+_ROWS = flags.DEFINE_integer("rows", 16, "replies read together")
+_ANCHORS = flags.DEFINE_integer("anchors", 64, "blocks of a reply drafted together")
+flags.mark_flag_as_required("config")
+
+
+def main(_: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)
+    with one_line_errors():
+        run(Console(soft_wrap=True, width=140))
+
+
+def run(console: Console) -> None:
+    mesh = data_mesh(1)
+    target = recipe.load_target(_CONFIG.value)
+    train = recipe.train_config(_CONFIG.value)
+    folders = [pathlib.Path(folder) for folder in _DRAFTERS.value]
+    drafters = [load_drafter(f, target.config, jnp.dtype(_CONFIG.value.dtype)) for f in folders]
+    prompts = choose_prompts()
+    replies = {}
+    for name, sampling in samplings().items():
+        count = 1 if sampling.greedy else _SEEDS.value
+        sizes = (_LENGTH.value, _MAX_TOKENS.value)
+        replies[name] = write_replies(target, prompts * count, sampling, *sizes, mesh)
+        console.print(f"{name}: {len(replies[name])} replies", highlight=False)
+    for folder, drafter in zip(folders, drafters, strict=True):
+        models = Models(target.config, drafter.config, train)
+        results = {
+            name: evaluate(
+                target,
+                models,
+                drafter.params,
+                replies[name],
+                sampling,
+                mesh,
+                _ROWS.value,
+                _ANCHORS.value,
+            )
+            for name, sampling in samplings().items()
+        }
+        for name, result in results.items():
+            show(console, f"{folder} {name}", result)
+        out = pathlib.Path(_OUT.value)
+        write(out / "_".join(folder.parts[-2:]) if len(folders) > 1 else out, folder, results)
+
+
+def samplings() -> dict[str, Sampling]:
+    sampled = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value, seed=1)
+    return {"greedy": Sampling(), "sampled": sampled}
+
+
+def choose_prompts() -> list[Prompt]:
+    prompts = list(read_prompts(*_PROMPTS.value).entries)
+    if not _COUNT.value:
+        return prompts
+    chosen = np.linspace(0, len(prompts) - 1, min(_COUNT.value, len(prompts)))
+    return [prompts[int(index)] for index in chosen]
+
+
+def show(console: Console, name: str, result: Evaluation) -> None:
+    widths = [w for w in (0, 1, 2, 3, 4, 5, 7, 9, 11, 13, 15) if w <= CAP]
+    table = Table(title=f"{name}: tokens a round, {result.tokens:,} tokens in replies")
+    table.add_column("width")
+    for width in widths:
+        table.add_column(str(width), justify="right")
+    for label, rates in (result.ways | result.kinds).items():
+        table.add_row(label, *(f"{rates[width]:.2f}" for width in widths))
+    console.print(table)
+    for count, shares in result.recall.items():
+        console.print(f"  truth in the best {count}: " + " ".join(f"{s:.2f}" for s in shares))
+    before, after = result.before.error, result.after.error
+    console.print(f"  expected calibration error {before:.4f}, calibrated {after:.4f}")
+
+
+def write(out: pathlib.Path, drafter: pathlib.Path, results: dict[str, Evaluation]) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        plot_depth(out / "depth.png", {name: r.recall for name, r in results.items()})
+        curves = {name: {"before": r.before, "calibrated": r.after} for name, r in results.items()}
+        plot_reliability(out / "reliability.png", curves)
+        plot_widths(
+            out / "widths.png",
+            {
+                f"{name} {way}": rates
+                for name, r in results.items()
+                for way, rates in r.ways.items()
+            },
+        )
+        everything = {name: result.to_json() for name, result in results.items()}
+        (out / "eval.json").write_text(json.dumps(everything, indent=1) + "\n")
+        calibration = {name: result.calibration for name, result in results.items()}
+        (drafter / "calibration.json").write_text(json.dumps(calibration, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"{out}: cannot write ({error.strerror or error})") from error
+
+
+if __name__ == "__main__":
+    app.run(main)
