@@ -172,7 +172,7 @@ class NearKeys(NamedTuple):
     """Where each row's near keys lie in the pool of recent cache rows and window rows."""
 
     start: jax.Array  # [] int32: first of the NEAR cache positions of the pool
-    index: jax.Array  # [T, NEAR] int32 into the pool [NEAR + T]
+    slots: jax.Array  # [T, NEAR] int32 into the pool [NEAR + T]
     mask: jax.Array  # [T, NEAR] bool: position exists
 
 
@@ -189,8 +189,8 @@ def near_keys(length: jax.Array, depths: jax.Array, paths: jax.Array) -> NearKey
     positions = length + depths[:, None] + offsets[None, :]
     depth = positions - length
     drafted = jnp.take_along_axis(paths, jnp.clip(depth, 0, MAX_ROWS - 1), axis=1)
-    index = jnp.where(depth >= 0, NEAR + drafted, jnp.clip(positions - start, 0, NEAR - 1))
-    return NearKeys(start, index, positions >= 0)
+    slots = jnp.where(depth >= 0, NEAR + drafted, jnp.clip(positions - start, 0, NEAR - 1))
+    return NearKeys(start, slots, positions >= 0)
 
 
 def near_part(
@@ -208,7 +208,7 @@ def near_part(
         where, sizes = (layer, 0, near.start, 0), (1, kv_heads, NEAR, head_dim)
         recent = jax.lax.dynamic_slice(all_layers, where, sizes)[0]
         pool = jnp.concatenate([recent.transpose(1, 0, 2), window.astype(recent.dtype)])
-        return pool[near.index].transpose(0, 2, 1, 3)
+        return pool[near.slots].transpose(0, 2, 1, 3)
 
     batch = ((0, 1), (0, 1))
     scores = jax.lax.dot_general(

@@ -68,7 +68,7 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
-        del duration_s
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
         if event == self._EVENT:
             self.count += 1

@@ -33,7 +33,7 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
     """(base, slope), int32 [2 * 32 * 64]: fixed-point Gumbel at each cell's start, and its rise."""
     octave = np.arange(32)[:, None]
     edge = np.arange(2**_CELL_BITS + 1)[None, :]
-    # Distance to the nearer end of (0, 1), at every cell's edges; octave z holds 2^-(z+2)..2^-(z+1).
+    # Distance to the nearer end of (0, 1), at every cell's edges; octave z: 2^-(z+2)..2^-(z+1).
     distance = (1 + edge / 2**_CELL_BITS) * 2.0 ** -(octave + 2.0)
     low = -np.log(-np.log(distance))
     high = -np.log(-np.log1p(-distance))

@@ -86,7 +86,7 @@ class Report(NamedTuple):
     """What the host reads of a verified window."""
 
     tokens: jax.Array  # [MAX_ROWS] int32: accepted drafted tokens, the bonus token, NO_TOKEN
-    count: jax.Array  # [] int32: tokens in it
+    emitted: jax.Array  # [] int32: tokens in it
     landed: jax.Array  # [T - 1] bool: nodes accepted
     logits: jax.Array  # [MAX_ROWS] float32: the target's logit of each token in it
 
@@ -95,7 +95,7 @@ class Round(NamedTuple):
     """What verification gives: the new state, the taps of the committed rows, the report."""
 
     state: TargetState
-    taps: jax.Array  # [MAX_ROWS, taps * D]; the first `count` rows are committed
+    taps: jax.Array  # [MAX_ROWS, taps * D]; the first `emitted` rows are committed
     report: Report
 
 
@@ -127,7 +127,7 @@ def drafter_weights(spec: DecodeSpec, params: Params, target_params: Params) -> 
     assert drafter is not None
     frequencies = inverse_frequencies(drafter.head_dim, drafter.rope_theta)
     embedding = target_params["embed_tokens"]["weight"]
-    head = Llama(spec.target).apply({"params": target_params}, method="head")
+    head: Any = Llama(spec.target).apply({"params": target_params}, method="head")
     if drafter.draft_vocab_size:
         head = head[params["draft_vocab"]]
     table = rotary_table(frequencies, spec.capacity + drafter.block_size)
@@ -186,7 +186,7 @@ def _pick(
     sampling: SamplingArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """Picks [T] int32 for `positions` [T], and their logits [T]."""
-    logits = Llama(spec.target).apply(_variables(weights), hidden, method="logits")
+    logits = _target(spec, weights, hidden, method="logits")
     padding = jnp.arange(spec.target.vocab_size) >= spec.vocab_size
     logits = jnp.where(padding, -jnp.inf, logits)
     chosen = picks(logits, positions, sampling)
@@ -227,7 +227,7 @@ def prefill(
         return attn.finish(attn.merge(past, attn.shared_part(q_grouped, k, v, causal)), q.dtype)
 
     rotary = weights.rotary.at(state.length + rows)
-    output = Llama(spec.target).apply(_variables(weights), tokens, rotary, attend, spec.tap_layers)
+    output = _target(spec, weights, tokens, rotary, attend, spec.tap_layers)
     last = jnp.full(HEAD_ROWS, count - 1)
     length = state.length + count
     positions = jnp.full(HEAD_ROWS, length)
@@ -243,8 +243,12 @@ def prefill(
     return Round(TargetState(cache, length, chosen[0]), _side_by_side(output.taps), report)
 
 
-def _variables(weights: TargetWeights | DrafterWeights) -> dict[str, Params]:
-    return {"params": weights.params}
+def _target(spec: DecodeSpec, weights: TargetWeights, *inputs: Any, method: Any = None) -> Any:
+    return Llama(spec.target).apply({"params": weights.params}, *inputs, method=method)
+
+
+def _drafter(config: DrafterConfig, weights: DrafterWeights, *inputs: Any, method: str) -> Any:
+    return DFlash2(config).apply({"params": weights.params}, *inputs, method=method)
 
 
 def _side_by_side(taps: tuple[jax.Array, ...]) -> jax.Array:
@@ -281,7 +285,7 @@ def verify(
             q, k, v, state.cache, layer, state.length, depths, near, spec.policy
         )
 
-    output = Llama(spec.target).apply(_variables(weights), tokens, rotary, attend, spec.tap_layers)
+    output = _target(spec, weights, tokens, rotary, attend, spec.tap_layers)
     chosen, logits = _pick(spec, weights, output.hidden, positions + 1, sampling)
 
     landed = accepted(tokens, chosen, depths, paths)
@@ -327,7 +331,7 @@ def extend(
     drafter = spec.drafter
     assert drafter is not None
     rotary = weights.rotary.at(start + jnp.arange(taps.shape[0], dtype=jnp.int32))
-    layers = DFlash2(drafter).apply(_variables(weights), taps, rotary, method="context")
+    layers = _drafter(drafter, weights, taps, rotary, method="context")
     k, v = (jnp.stack(part) for part in zip(*layers, strict=True))
     return _write(cache, k, v, start)
 
@@ -356,7 +360,6 @@ def draft(
     assert c is not None
     cache = extend(spec, weights, cache, taps, length - count)
     positions = length + jnp.arange(c.block_size, dtype=jnp.int32)
-    model = DFlash2(c)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         q_grouped = attn.grouped(q, k.shape[1])
@@ -372,9 +375,10 @@ def draft(
     block = jnp.full(c.block_size, c.mask_token_id, jnp.int32).at[0].set(anchor)
     embeds = weights.embedding[block] * c.input_embedding_scale
     rotary = weights.rotary.at(positions)
-    hidden = model.apply(_variables(weights), embeds, rotary, attend, method="block")[1:]
-    logits = model.apply(_variables(weights), hidden, weights.head, method="logits")
-    lattice = model.apply(_variables(weights), hidden, logits, anchor, spec.top_k, method="lattice")
+    hidden = _drafter(c, weights, embeds, rotary, attend, method="block")
+    # The head takes the anchor's row too: a block's whole row count is the faster kernel's.
+    logits = _drafter(c, weights, hidden, weights.head, method="logits")
+    lattice = _drafter(c, weights, hidden[1:], logits[1:], anchor, spec.top_k, method="lattice")
     return cache, lattice
 
 
@@ -418,8 +422,8 @@ def build_programs(
     verifiers = []
     for width in range(cap + 1):
         window = jax.ShapeDtypeStruct((spec.policy.rows(width), WINDOW_COLUMNS), jnp.int32)
-        inputs = (weights, state, window, sampling)
-        verifiers.append(Program(f"verify_{width}", bind(verify), inputs, (1,)))
+        verify_inputs = (weights, state, window, sampling)
+        verifiers.append(Program(f"verify_{width}", bind(verify), verify_inputs, (1,)))
     extender = drafting = None
     if spec.drafter is not None:
         drafter = jax.eval_shape(
@@ -430,7 +434,7 @@ def build_programs(
         taps = jax.ShapeDtypeStruct((chunk, size), spec.target.dtype)
         extender = Program("extend", bind(extend), (drafter, cache, taps, scalar), (1,))
         taps = jax.ShapeDtypeStruct((MAX_ROWS, size), spec.target.dtype)
-        inputs = (drafter, cache, taps, scalar, scalar, scalar)
-        drafting = Program("draft", bind(draft), inputs, (1,))
+        draft_inputs = (drafter, cache, taps, scalar, scalar, scalar)
+        drafting = Program("draft", bind(draft), draft_inputs, (1,))
     first = Program("prefill", bind(prefill), prefill_inputs, (1,))
     return Programs(first, tuple(verifiers), extender, drafting)

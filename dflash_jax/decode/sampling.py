@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +61,17 @@ class Sampling:
         )
 
 
-class SamplingArrays(NamedTuple):
-    """`Sampling` as scalars of fixed type, so that a new request compiles nothing."""
+GREEDY = Sampling()
 
-    temperature: jax.Array | np.ndarray  # [] float32, 0 when greedy
-    top_k: jax.Array | np.ndarray  # [] int32, 0 when off
-    top_p: jax.Array | np.ndarray  # [] float32
-    log_min_p: jax.Array | np.ndarray  # [] float32, -inf when off
-    seed: jax.Array | np.ndarray  # [2] uint32
+
+class SamplingArrays(NamedTuple):
+    """`Sampling` as arrays of fixed shape, NumPy or on the device: a new request compiles nothing."""
+
+    temperature: Any  # [] float32, 0 when greedy
+    top_k: Any  # [] int32, 0 when off
+    top_p: Any  # [] float32
+    log_min_p: Any  # [] float32, -inf when off
+    seed: Any  # [2] uint32
 
 
 def picks(logits: jax.Array, positions: jax.Array, sampling: SamplingArrays) -> jax.Array:

@@ -64,12 +64,12 @@ def check(
         arrays = jax.tree.map(jnp.asarray, sampling.arrays())
         state, start, anchor = _prompt(spec, weights, state, executables, arrays)
         kind = "greedy" if sampling.greedy else "sampled"
-        steps = []
+        steps: list[_Rows] = []
         for _ in range(MAX_ROWS):
             done = _verify(spec, weights, state, executables, EMPTY, 0, arrays)
             state = done.state
             steps.append(_committed(done, start + len(steps)))
-        plain = _Rows(*(np.concatenate(x, 2 if x[0].ndim == 4 else 0) for x in zip(*steps)))
+        plain = _joined(steps)
         for width in widths:
             for shape, tree in _trees(plain.tokens, width, spec.vocab_size).items():
                 # The cache before the window is untouched: going back is a matter of its length.
@@ -114,7 +114,7 @@ def _trees(tokens: np.ndarray, width: int, vocab_size: int) -> dict[str, DraftTr
 
 
 def _committed(done: Round, start: int) -> _Rows:
-    count = int(done.report.count)
+    count = int(done.report.emitted)
     k, v = (
         np.asarray(jax.lax.dynamic_slice_in_dim(x, start, MAX_ROWS, axis=2))[:, :, :count]
         for x in done.state.cache
@@ -126,6 +126,13 @@ def _committed(done: Round, start: int) -> _Rows:
         k,
         v,
     )
+
+
+def _joined(steps: list[_Rows]) -> _Rows:
+    def join(*pieces: np.ndarray) -> np.ndarray:
+        return np.concatenate(pieces, axis=2 if pieces[0].ndim == 4 else 0)
+
+    return _Rows(*map(join, *steps))
 
 
 def _compare(plain: _Rows, got: _Rows, label: str) -> list[str]:

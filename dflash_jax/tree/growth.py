@@ -30,10 +30,11 @@ class DraftTree(NamedTuple):
     tokens: np.ndarray  # [W] int32
     parents: np.ndarray  # [W] int32: index of the parent node, or NO_PARENT
     depths: np.ndarray  # [W] int32: 1 for a child of the anchor
-    own: np.ndarray  # [W] float64: a node's own chance among its siblings, before calibration
+    own: np.ndarray  # [W] float64: log-chance of a node among its siblings, before calibration
 
 
-EMPTY = DraftTree(*(np.zeros(0, np.int32) for _ in range(3)), np.zeros(0))
+_NONE = np.zeros(0, np.int32)
+EMPTY = DraftTree(_NONE, _NONE, _NONE, np.zeros(0))
 
 
 def own_log_chances(
@@ -114,5 +115,5 @@ def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> Dra
         np.array(tokens, np.int32),
         np.array(parents, np.int32),
         np.array(depths, np.int32),
-        np.exp(np.array(own, np.float64)),
+        np.array(own, np.float64),
     )

@@ -1,0 +1,204 @@
+"""A target and its drafter made ready to decode: compiled, checked, priced."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import pricing
+from dflash_jax.checkpoints.drafter import Drafter
+from dflash_jax.decode import selfcheck
+from dflash_jax.decode.attention import Cache
+from dflash_jax.decode.executables import Executables, compile_programs
+from dflash_jax.decode.programs import (
+    DecodeSpec,
+    DrafterWeights,
+    TargetState,
+    TargetWeights,
+    build_programs,
+    drafter_weights,
+    new_drafter_cache,
+    new_target_state,
+    target_weights,
+)
+from dflash_jax.decode.rows import RowPolicy, row_policy, safest
+from dflash_jax.decode.sampling import Sampling
+from dflash_jax.errors import InputError
+from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.tree.growth import CAP, NO_PARENT, DraftTree
+from dflash_jax.tree.masks import MAX_ROWS, window_array
+
+Say = Callable[[str], None]
+_TIMINGS = 3  # rounds timed for each warm-up price, after one that is not
+
+
+class Buffers(NamedTuple):
+    """A stream's device memory, handed from one stream to the next."""
+
+    state: TargetState
+    drafter_cache: Cache | None
+
+
+@dataclasses.dataclass
+class Decoder:
+    """What streams share. One stream at a time holds the buffers."""
+
+    spec: DecodeSpec
+    weights: TargetWeights
+    drafter: DrafterWeights | None
+    executables: Executables
+    buffers: Buffers | None
+    check: selfcheck.SelfCheck
+    prices: list[pricing.PriorRow]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(sorted(self.executables.verify))
+
+    def compiled_width(self, width: int) -> int:
+        """The widest compiled width up to `width`: a fixed rule compiles its own alone."""
+        return max(w for w in self.executables.verify if w <= width)
+
+    def take_buffers(self) -> Buffers:
+        """The buffers, for one stream.
+
+        Raises:
+          RuntimeError: another stream holds them.
+        """
+        if self.buffers is None:
+            raise RuntimeError("a stream is still open on this decoder: close it first")
+        buffers, self.buffers = self.buffers, None
+        return buffers
+
+
+def prepare(
+    target: LlamaConfig,
+    target_params: Any,
+    drafter: Drafter | None,
+    *,
+    vocab_size: int,
+    context_limit: int,
+    widths: Iterable[int] = range(CAP + 1),
+    policy: RowPolicy | None = None,
+    time_widths: bool = True,
+    top_k: int | None = None,
+    say: Say = lambda line: None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Decoder:
+    """Compiles, checks and prices.
+
+    Args:
+      vocab_size: ids the tokeniser knows; the target's rows beyond are never picked.
+      context_limit: most tokens of prompt and reply together.
+      widths: those that will be verified; 0, plain decoding, is always among them.
+      policy: row table; None takes the backend's.
+      time_widths: whether to time each width, for the pricing rules.
+      top_k: candidates a position, for a drafter without a selector.
+      say: gets a line about anything that a user should know.
+      progress: of compilation.
+
+    Raises:
+      InputError: the context does not fit the model; bits depend on the width even with one row
+        count.
+    """
+    if not MAX_ROWS < context_limit <= target.max_position_embeddings:
+        raise InputError(
+            f"context of {context_limit} tokens: this target takes {MAX_ROWS + 1} to "
+            f"{target.max_position_embeddings}"
+        )
+    if policy is None:
+        version = tuple(int(part) for part in jax.__version__.split(".")[:3])
+        policy = row_policy(jax.default_backend(), version)
+    wanted = tuple(sorted({0, *widths}))
+    for attempt in (policy, safest(policy)):
+        spec = DecodeSpec(
+            target, drafter.config if drafter else None, context_limit, attempt, vocab_size, top_k
+        )
+        decoder = _compiled(spec, target_params, drafter, wanted, progress)
+        if decoder.check.passed:
+            break
+        say(
+            f"the row table {attempt.row_counts} is not exact here "
+            f"({decoder.check.differences[0]}); padding every window to {MAX_ROWS} rows instead"
+        )
+    if not decoder.check.passed:
+        raise InputError(
+            "a row's bits depend on the width on this backend "
+            f"({decoder.check.differences[0]}); decode with deterministic kernels"
+        )
+    if time_widths and drafter is not None and len(wanted) > 1:
+        decoder.prices = _timed(decoder)
+    return decoder
+
+
+def _compiled(
+    spec: DecodeSpec,
+    target_params: Any,
+    drafter: Drafter | None,
+    widths: tuple[int, ...],
+    progress: Callable[[str, int, int], None],
+) -> Decoder:
+    params = drafter.params if drafter else None
+    programs = build_programs(spec, target_params, params, max(widths))
+    executables = compile_programs(programs, widths, progress)
+    weights = target_weights(spec, target_params)
+    check, state = selfcheck.check(spec, weights, new_target_state(spec), executables)
+    return Decoder(
+        spec,
+        weights,
+        drafter_weights(spec, params, target_params) if drafter else None,
+        executables,
+        Buffers(state, new_drafter_cache(spec) if drafter else None),
+        check,
+        [],
+    )
+
+
+def _timed(decoder: Decoder) -> list[pricing.PriorRow]:
+    """Times whole rounds of every width at a short and a long context."""
+    spec, executables = decoder.spec, decoder.executables
+    assert decoder.drafter is not None
+    assert executables.draft is not None
+    state, cache = decoder.take_buffers()
+    sampling = jax.tree.map(jnp.asarray, Sampling().arrays())
+    longest = spec.context_limit - MAX_ROWS
+    contexts = sorted({min(64, longest), min(2048, longest), longest})
+    rows: list[pricing.PriorRow] = []
+    for context in contexts:
+        for width in decoder.widths:
+            nodes = np.arange(width)
+            # A bushy tree of wrong tokens: nothing of it lands, so the context stays put.
+            tree = DraftTree(
+                np.full(width, spec.vocab_size, np.int32),
+                np.full(width, NO_PARENT),
+                np.ones_like(nodes),
+                np.ones(width),
+            )
+            window = window_array(tree, width, spec.policy.rows(width))
+            times = []
+            for _ in range(1 + _TIMINGS):
+                state = state._replace(length=jnp.int32(context), anchor=jnp.int32(0))
+                start = time.perf_counter()
+                done = executables.verify[width](
+                    decoder.weights, state, jnp.asarray(window), sampling
+                )
+                state = done.state
+                cache, lattice = executables.draft(
+                    decoder.drafter,
+                    cache,
+                    done.taps,
+                    done.report.emitted,
+                    state.length,
+                    state.anchor,
+                )
+                jax.device_get((done.report, lattice))
+                times.append((time.perf_counter() - start) * 1e3)
+            rows.append((width, context, float(np.median(times[1:]))))
+    decoder.buffers = Buffers(state, cache)
+    return rows

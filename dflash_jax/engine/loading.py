@@ -1,0 +1,118 @@
+"""From a config's names to a decoder: the target, its drafter, and what is compiled for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dflash_jax import pricing
+from dflash_jax.checkpoints.drafter import Drafter, load_drafter
+from dflash_jax.checkpoints.target import EMBEDDED, Target, load_target
+from dflash_jax.decode.rows import RowPolicy
+from dflash_jax.engine.decoder import Decoder, Say, prepare
+from dflash_jax.errors import InputError
+from dflash_jax.tree.growth import CAP
+
+# The drafter that this project trained for the embedded target.
+EMBEDDED_DRAFTER = pathlib.Path(__file__).parent.parent / "assets" / "smollm2_135m_dflash2"
+CALIBRATION_FILE = "calibration.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What an entry point's config says of the models.
+
+    target: "embedded", a .gguf file, or a Hugging Face folder. drafter: "embedded", a folder, or
+    "" for none. context_limit: most tokens of prompt and reply together.
+    """
+
+    target: str = EMBEDDED
+    drafter: str = EMBEDDED
+    dtype: str = "float32"
+    context_limit: int = 8192
+
+    def __post_init__(self) -> None:
+        for name, kind in (("target", str), ("drafter", str), ("dtype", str)):
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(f"config {name}={getattr(self, name)!r} must be a {kind.__name__}")
+        if not isinstance(self.context_limit, int) or self.context_limit < 1:
+            raise InputError(f"config context_limit={self.context_limit!r} must be a whole number")
+
+    @classmethod
+    def from_config(cls, config: Any) -> ModelConfig:
+        """From an ml_collections config; unknown names are an error, not ignored."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(config) - names)
+        if unknown:
+            raise InputError(f"config: unknown {', '.join(unknown)}; it takes {sorted(names)}")
+        return cls(**dict(config))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Models:
+    """A target, its drafter if any, and the drafter's calibration."""
+
+    target: Target
+    drafter: Drafter | None
+    landing_prior: Any  # a record of `pricing.LandingModel`, or None
+    calibration_temperature: float
+
+    def landing(self) -> pricing.LandingModel:
+        """A fresh landing model, starting at the drafter's evaluation."""
+        return pricing.LandingModel(prior=self.landing_prior)
+
+
+def load_models(config: ModelConfig, *, with_drafter: bool = True) -> Models:
+    """Loads the checkpoints.
+
+    Raises:
+      InputError: one is missing, damaged, or does not fit the other.
+    """
+    target = load_target(config.target, config.dtype)
+    if not (with_drafter and config.drafter):
+        return Models(target, None, None, 1.0)
+    folder = EMBEDDED_DRAFTER if config.drafter == EMBEDDED else pathlib.Path(config.drafter)
+    drafter = load_drafter(folder, target.config, config.dtype)
+    prior, temperature = _calibration(folder / CALIBRATION_FILE)
+    return Models(target, drafter, prior, temperature)
+
+
+def _calibration(path: pathlib.Path) -> tuple[Any, float]:
+    """What the drafter's evaluation found, or nothing when it left no file."""
+    if not path.exists():
+        return None, 1.0
+    try:
+        record = json.loads(path.read_text())
+        temperature = float(record.get("temperature", 1.0))
+        return record.get("landing"), temperature
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InputError(f"{path} is no calibration record ({error}): evaluate again") from error
+
+
+def prepare_models(
+    models: Models,
+    context_limit: int,
+    *,
+    widths: Iterable[int] = range(CAP + 1),
+    policy: RowPolicy | None = None,
+    time_widths: bool = True,
+    say: Say = lambda line: None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Decoder:
+    """`engine.prepare` for loaded models."""
+    target = models.target
+    return prepare(
+        target.config,
+        target.params["params"],
+        models.drafter,
+        vocab_size=target.tokenizer.vocab_size,
+        context_limit=context_limit,
+        widths=widths,
+        policy=policy,
+        time_widths=time_widths,
+        say=say,
+        progress=progress,
+    )

@@ -1,0 +1,302 @@
+"""The lone driver: one stream, decoded in rounds, each as wide as the rule says."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import pricing
+from dflash_jax.decode.noise import gumbel
+from dflash_jax.decode.programs import Round
+from dflash_jax.decode.sampling import GREEDY, Sampling
+from dflash_jax.engine.decoder import Buffers, Decoder
+from dflash_jax.errors import InputError
+from dflash_jax.tree.growth import CAP, EMPTY, DraftTree, grow, own_log_chances
+from dflash_jax.tree.lattice import Lattice
+from dflash_jax.tree.masks import MAX_ROWS, window_array
+
+STOP, LENGTH = "stop", "length"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One reply to decode.
+
+    Raises InputError for an empty prompt or a token budget below 1.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = GREEDY
+    max_tokens: int = 128
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise InputError("the prompt is empty: give at least one token")
+        if self.max_tokens < 1:
+            raise InputError(f"max_tokens {self.max_tokens} must be at least 1")
+
+
+class RoundRecord(NamedTuple):
+    """What one round did; the first of a reply is its prompt's."""
+
+    tokens: tuple[int, ...]  # emitted; cut at a stop, the budget or the context limit
+    context_length: int  # committed tokens before the anchor
+    width: int
+    tree: DraftTree  # all nodes grown, of which the first `width` were verified
+    chances: np.ndarray  # landing chance of every node
+    landed: np.ndarray  # bool [width]
+    round_ms: float  # the whole round, from lattice to lattice
+    host_ms: float  # of it: grow, price, dispatch, learn
+    sample: bool  # whether round_ms says something about the width
+
+
+class Stream:
+    """One reply. Iterate over `rounds`; `close` when done (a `with` statement does)."""
+
+    def __init__(self, driver: LoneDriver, request: Request, rule: pricing.Rule | None) -> None:
+        decoder = driver.decoder
+        room = decoder.spec.context_limit - len(request.prompt)
+        if room < 1:
+            raise InputError(
+                f"a prompt of {len(request.prompt)} tokens leaves no room in the context of "
+                f"{decoder.spec.context_limit}: shorten it or raise the context limit"
+            )
+        if max(request.prompt) >= decoder.spec.target.vocab_size or min(request.prompt) < 0:
+            raise InputError(
+                f"the prompt has token ids outside 0..{decoder.spec.target.vocab_size - 1}"
+            )
+        self._driver = driver
+        self._decoder = decoder
+        self._request = request
+        self._rule = rule
+        self._budget = min(request.max_tokens, room)
+        self._sampling = jax.tree.map(jnp.asarray, request.sampling.arrays())
+        self._seed = request.sampling.arrays().seed
+        self._state, self._drafter_cache = decoder.take_buffers()
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hands the buffers back; what the rule learned stays with the driver."""
+        if self._decoder.buffers is None:
+            self._decoder.buffers = Buffers(self._state, self._drafter_cache)
+            if self._rule is not None:
+                self._driver.calibration = self._rule.keep()
+
+    @property
+    def token_sha256(self) -> str:
+        """Of the emitted ids as little-endian int32."""
+        return token_sha256(self.tokens)
+
+    def rounds(self) -> Iterator[RoundRecord]:
+        """Prefills, then decodes until a stop token, the budget or the context limit."""
+        yield self._prefill()
+        sample = False  # the first round after a prompt is no sample
+        while self.finish_reason is None:
+            yield self._round(sample)
+            sample = True
+
+    # Prompt ------------------------------------------------------------------------------
+
+    def _prefill(self) -> RoundRecord:
+        start = time.perf_counter()
+        decoder, executables = self._decoder, self._decoder.executables
+        chunk = decoder.spec.policy.prefill_chunk
+        prompt = np.asarray(self._request.prompt, np.int32)
+        self._state = self._state._replace(length=jnp.int32(0))
+        for begin in range(0, len(prompt), chunk):
+            piece = prompt[begin : begin + chunk]
+            tokens = jnp.asarray(np.pad(piece, (0, chunk - len(piece))))
+            done: Round = executables.prefill(
+                decoder.weights, self._state, tokens, jnp.int32(len(piece)), self._sampling
+            )
+            self._state = done.state
+            if self._rule is not None:
+                assert executables.extend is not None
+                self._drafter_cache = executables.extend(
+                    decoder.drafter, self._drafter_cache, done.taps, jnp.int32(begin)
+                )
+        self._length = len(prompt)
+        nothing = jnp.zeros((MAX_ROWS, done.taps.shape[1]), done.taps.dtype)
+        report, self._lattice = self._read(done._replace(taps=nothing), count=jnp.int32(0))
+        tokens_out = self._emit(report.tokens[:1].tolist())
+        prompt_ms = (time.perf_counter() - start) * 1e3
+        nothing_landed = np.zeros(0, bool)
+        return RoundRecord(
+            tokens_out, 0, 0, EMPTY, np.zeros(0), nothing_landed, prompt_ms, 0.0, False
+        )
+
+    # Rounds ------------------------------------------------------------------------------
+
+    def _round(self, sample: bool) -> RoundRecord:
+        start = time.perf_counter()
+        decoder = self._decoder
+        context = self._length
+        tree, chances, width = self._choose(context)
+        window = window_array(tree, width, decoder.spec.policy.rows(width))
+        done: Round = decoder.executables.verify[width](
+            decoder.weights, self._state, jnp.asarray(window), self._sampling
+        )
+        self._state = done.state
+        dispatched = self._dispatch_draft(done, done.report.emitted)
+        host_ms = (time.perf_counter() - start) * 1e3
+        report, self._lattice = jax.device_get(dispatched)
+        read = time.perf_counter()
+        round_ms = (read - start) * 1e3
+        count = int(report.emitted)
+        self._length += count
+        landed = report.landed[:width]
+        self._learn(tree, width, context, round_ms, landed, sample)
+        emitted = self._emit(report.tokens[:count].tolist())
+        host_ms += (time.perf_counter() - read) * 1e3
+        return RoundRecord(
+            emitted, context, width, tree, chances, landed, round_ms, host_ms, sample
+        )
+
+    def _choose(self, context: int) -> tuple[DraftTree, np.ndarray, int]:
+        """Grows the tree and picks the width."""
+        rule, driver = self._rule, self._driver
+        if rule is None or self._lattice is None:
+            return EMPTY, np.zeros(0), 0
+        lattice: Lattice = self._lattice
+        sampling = self._request.sampling
+        noise, temperature = None, 1.0
+        if not sampling.greedy:
+            depths = np.arange(lattice.candidates.shape[0])[:, None]
+            noise = gumbel(self._seed, context + 1 + depths, lattice.candidates)
+            temperature = sampling.temperature
+        scores = own_log_chances(lattice, temperature, noise, driver.calibration_temperature)
+        tree = grow(lattice.candidates, scores, driver.cap)
+        sampled = not sampling.greedy
+        chances = driver.landing.chances(tree.own, tree.parents, tree.depths - 1, sampled)
+        return tree, chances, self._decoder.compiled_width(rule.choose(chances, context))
+
+    def _learn(
+        self,
+        tree: DraftTree,
+        width: int,
+        context: int,
+        round_ms: float,
+        landed: np.ndarray,
+        sample: bool,
+    ) -> None:
+        if self._rule is None or len(tree.tokens) == 0:
+            return
+        self._rule.observe(
+            width=width, context_length=context, round_ms=round_ms, landed=landed, sample=sample
+        )
+        sampled = not self._request.sampling.greedy
+        self._driver.landing.observe(tree.own, tree.parents, tree.depths - 1, landed, sampled)
+
+    def _dispatch_draft(self, done: Round, count: jax.Array) -> tuple[Any, Any]:
+        """Enqueues the next block behind the verified window; (report, lattice) on the device."""
+        decoder = self._decoder
+        if self._rule is None or not self._drafter_reaches():
+            return done.report, None
+        assert decoder.executables.draft is not None
+        self._drafter_cache, lattice = decoder.executables.draft(
+            decoder.drafter,
+            self._drafter_cache,
+            done.taps,
+            count,
+            self._state.length,
+            self._state.anchor,
+        )
+        return done.report, lattice
+
+    def _read(self, done: Round, count: jax.Array) -> tuple[Any, Any]:
+        return jax.device_get(self._dispatch_draft(done, count))
+
+    def _drafter_reaches(self) -> bool:
+        """Whether the next block's positions are the drafter's to know.
+
+        A round commits at most MAX_ROWS tokens, and the block follows them; beyond that the stream
+        goes on plainly.
+        """
+        drafter = self._decoder.spec.drafter
+        assert drafter is not None
+        last = self._length + MAX_ROWS + drafter.block_size
+        return last <= drafter.max_position_embeddings
+
+    def _emit(self, tokens: list[int]) -> tuple[int, ...]:
+        """Cuts a round's tokens where plain decoding would have stopped."""
+        emitted = []
+        for token in tokens:
+            emitted.append(token)
+            if token in self._request.stop_token_ids:
+                self.finish_reason = STOP
+            elif len(self.tokens) + len(emitted) >= self._budget:
+                self.finish_reason = LENGTH
+            if self.finish_reason:
+                break
+        self.tokens += emitted
+        return tuple(emitted)
+
+
+class LoneDriver:
+    """Decodes one stream at a time, and keeps what its rounds have taught."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        rule: str = "renewal",
+        cap: int = CAP,
+        landing: pricing.LandingModel | None = None,
+        calibration_temperature: float = 1.0,
+    ) -> None:
+        """
+        Args:
+          rule: a name that `pricing.make_rule` knows; "fixed:0" is plain decoding and needs no
+            drafter.
+          cap: most nodes of a tree.
+          landing: calibration found by the drafter's evaluation; None trusts the drafter.
+          calibration_temperature: of the drafter's scores.
+
+        Raises:
+          InputError: an unknown rule, or one that drafts without a drafter.
+        """
+        self.decoder = decoder
+        self.rule = rule
+        self.cap = cap
+        self.landing = landing or pricing.LandingModel()
+        self.calibration_temperature = calibration_temperature
+        self.calibration: Any = None  # the rule's record, by band; seeds the next stream
+        self.plain = rule == "fixed:0"
+        self._make_rule()  # an unknown name is an error now, not at the first stream
+        if not self.plain and decoder.drafter is None:
+            raise InputError(f"rule {rule}: no drafter is loaded; give one, or --width=0")
+
+    def _make_rule(self) -> pricing.Rule:
+        return pricing.make_rule(self.rule, cap=self.cap, prior=self.decoder.prices or None)
+
+    def stream(self, request: Request) -> Stream:
+        """Opens a stream; the decoder's only one until it is closed.
+
+        Raises:
+          InputError: the prompt does not fit.
+        """
+        if self.plain:
+            return Stream(self, request, None)
+        rule = self._make_rule()
+        rule.seed(self.calibration)
+        return Stream(self, request, rule)
+
+
+def token_sha256(tokens: list[int]) -> str:
+    """sha256 over token ids as little-endian int32, hex."""
+    return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()

@@ -1,0 +1,293 @@
+r"""Decodes prompts with a target and its drafter, one stream at a time.
+
+    python scripts/decode.py --config=configs/smollm2.py --prompt="Why is the sky blue?"
+    python scripts/decode.py --config=configs/smollm2.py --prompt_file=prompts.jsonl \
+        --width=7 --temperature=1.0 --seed=1 --json_out=replies.jsonl --trace_out=rounds.jsonl
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import rich.console
+import rich.progress
+from absl import app, flags
+from ml_collections import config_flags
+
+from dflash_jax import platform
+from dflash_jax.checkpoints.target import Target
+from dflash_jax.decode.executables import CompileCounter
+from dflash_jax.decode.sampling import Sampling
+from dflash_jax.engine import LoneDriver, Request, RoundRecord, Stream
+from dflash_jax.engine.loading import ModelConfig, load_models, prepare_models
+from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax.tree.growth import CAP
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
+_PROMPT = flags.DEFINE_string("prompt", None, "One prompt.")
+_PROMPT_FILE = flags.DEFINE_string(
+    "prompt_file", None, "JSON lines, each with `prompt`, `messages` or `tokens`."
+)
+_CHAT = flags.DEFINE_bool("chat", True, "Send a `prompt` as a chat's user turn, not as raw text.")
+_WIDTH = flags.DEFINE_string("width", "auto", "Nodes verified a round: auto, or 0 (plain) to 15.")
+_RULE = flags.DEFINE_string("rule", "renewal", "How --width=auto chooses; docs/pricing.md.")
+_CAP = flags.DEFINE_integer("cap", CAP, "Most nodes of a tree.", lower_bound=0, upper_bound=CAP)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "0 is off.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "1 is off.")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "0 is off.")
+_SEED = flags.DEFINE_integer("seed", 0, "Keys the draws.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most new tokens a reply.")
+_JSON_OUT = flags.DEFINE_string("json_out", None, "Writes one object a prompt.")
+_TRACE_OUT = flags.DEFINE_string("trace_out", None, "Writes one object a round.")
+_PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "Where to run.")
+_QUIET = flags.DEFINE_bool("quiet", False, "Print no replies, only a table's line each.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The flags that say how to decode, checked."""
+
+    rule: str
+    cap: int
+    widths: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    chat: bool
+
+    @classmethod
+    def from_flags(cls) -> Options:
+        width, cap = _WIDTH.value, _CAP.value
+        if width == "auto":
+            rule, widths = _RULE.value, tuple(range(cap + 1))
+        elif width.isdecimal() and int(width) <= cap:
+            rule, widths = f"fixed:{int(width)}", (0, int(width))
+        else:
+            raise InputError(f"--width={width}: give auto, or a number from 0 to --cap={cap}")
+        sampling = Sampling(
+            _TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _MIN_P.value, _SEED.value
+        )
+        return cls(rule, cap, widths, sampling, _MAX_TOKENS.value, _CHAT.value)
+
+
+def read_prompts(target: Target, chat: bool) -> list[list[int]]:
+    """The prompts of the flags, as token ids."""
+    if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
+        raise InputError("give --prompt or --prompt_file, one of the two")
+    if _PROMPT.value is not None:
+        return [encode(target, {"prompt": _PROMPT.value}, chat)]
+    prompts = []
+    try:
+        with open(_PROMPT_FILE.value, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    where = f"{_PROMPT_FILE.value}:{number}"
+                    prompts.append(encode(target, _parsed(line, where), chat, where))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompt_file={_PROMPT_FILE.value}: {error}") from error
+    if not prompts:
+        raise InputError(f"--prompt_file={_PROMPT_FILE.value} has no prompt in it")
+    return prompts
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is no JSON object: {error}") from error
+    if not isinstance(record, dict):
+        raise InputError(f"{where} is no JSON object")
+    return record
+
+
+def encode(
+    target: Target, record: dict[str, Any], chat: bool, where: str = "--prompt"
+) -> list[int]:
+    """Token ids of a record with one of `prompt`, `messages`, `tokens`."""
+    given = [name for name in ("prompt", "messages", "tokens") if name in record]
+    if len(given) != 1:
+        raise InputError(f"{where}: give one of prompt, messages or tokens")
+    value = record[given[0]]
+    if given[0] == "tokens":
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
+            raise InputError(f"{where}: tokens must be a list of whole numbers")
+        return value
+    if given[0] == "messages":
+        return target.tokenizer.encode_chat(value)
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{where}: the prompt must be a text that is not empty")
+    if chat:
+        return target.tokenizer.encode_chat([{"role": "user", "content": value}])
+    return target.tokenizer.encode(value)
+
+
+def trace_line(record: RoundRecord) -> dict[str, Any]:
+    """A round for --trace_out; `scripts/replay.py` reads it."""
+    tree = record.tree
+    return {
+        "context_length": record.context_length,
+        "width": record.width,
+        "parents": tree.parents.tolist(),
+        "depths": tree.depths.tolist(),
+        "tokens": tree.tokens.tolist(),
+        "own": [round(float(x), 6) for x in tree.own],
+        "chances": [round(float(x), 6) for x in record.chances],
+        "landed": record.landed.tolist(),
+        "emitted": list(record.tokens),
+        "round_ms": round(record.round_ms, 4),
+        "host_ms": round(record.host_ms, 4),
+        "sample": record.sample,
+    }
+
+
+def summary(
+    stream: Stream,
+    prompt: list[int],
+    records: list[RoundRecord],
+    target: Target,
+    decode_s: float,
+    compiles: int,
+) -> dict[str, Any]:
+    """A reply for --json_out."""
+    first, rounds = records[0], records[1:]
+    seconds = decode_s
+    decoded = len(stream.tokens) - len(first.tokens)
+    widths = Counter(record.width for record in rounds)
+    return {
+        "prompt_tokens": len(prompt),
+        "tokens": stream.tokens,
+        "text": target.tokenizer.decode(stream.tokens),
+        "finish_reason": stream.finish_reason,
+        "token_sha256": stream.token_sha256,
+        "rounds": len(rounds),
+        "tokens_per_round": round(decoded / len(rounds), 4) if rounds else None,
+        "widths": {str(width): widths[width] for width in sorted(widths)},
+        "ttft_s": round(first.round_ms / 1e3, 4),
+        "decode_s": round(seconds, 4),
+        "decode_tok_s": round(decoded / seconds, 3) if rounds else None,
+        "round_ms": _median([record.round_ms for record in rounds]),
+        "host_ms": _median([record.host_ms for record in rounds]),
+        "compiles_after_warmup": compiles,
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 4) if values else None
+
+
+class Lines:
+    """A JSON-lines file, or nothing; every line is on disk before the next is made."""
+
+    def __init__(self, path: str | None, flag: str) -> None:
+        self._path, self._flag = path, flag
+        self._file = None
+        if path:
+            try:
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            except OSError as error:
+                raise InputError(f"--{flag}={path}: {error.strerror}") from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise InputError(
+                f"--{self._flag}={self._path}: {error.strerror}; earlier lines are kept"
+            ) from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def decode_all(
+    driver: LoneDriver, target: Target, prompts: list[list[int]], options: Options
+) -> Iterator[tuple[dict[str, Any], list[RoundRecord]]]:
+    """Decodes the prompts in turn; (summary, rounds) of each."""
+    counter = CompileCounter()
+    for prompt in prompts:
+        request = Request(
+            tuple(prompt), options.sampling, options.max_tokens, target.stop_token_ids
+        )
+        with driver.stream(request) as stream:
+            rounds = stream.rounds()
+            records = [next(rounds)]
+            begin = time.perf_counter()
+            records += rounds
+            seconds = time.perf_counter() - begin
+        yield summary(stream, prompt, records, target, seconds, counter.count), records
+
+
+def run(options: Options) -> None:
+    console = rich.console.Console(stderr=True)
+    say = console.print
+    json_out = Lines(_JSON_OUT.value, "json_out")
+    trace_out = Lines(_TRACE_OUT.value, "trace_out")
+    begin = time.perf_counter()
+    config = ModelConfig.from_config(_CONFIG.value)
+    models = load_models(config, with_drafter=options.rule != "fixed:0")
+    prompts = read_prompts(models.target, options.chat)
+    for prompt in prompts:
+        if len(prompt) >= config.context_limit:
+            raise InputError(
+                f"a prompt of {len(prompt)} tokens leaves no room in the context of "
+                f"{config.context_limit} (--config.context_limit)"
+            )
+    with rich.progress.Progress(console=console, transient=True) as bar:
+        task = bar.add_task("compiling", total=None)
+        decoder = prepare_models(
+            models,
+            config.context_limit,
+            widths=options.widths,
+            time_widths=not options.rule.startswith("fixed"),
+            say=say,
+            progress=lambda name, done, total: bar.update(task, completed=done, total=total),
+        )
+    driver = LoneDriver(
+        decoder,
+        rule=options.rule,
+        cap=options.cap,
+        landing=models.landing(),
+        calibration_temperature=models.calibration_temperature,
+    )
+    say(
+        f"{models.target.name}: ready in {time.perf_counter() - begin:.1f} s; widths "
+        f"{decoder.check.widths} give plain decoding's bits"
+    )
+    for reply, records in decode_all(driver, models.target, prompts, options):
+        json_out.write(reply)
+        for record in records[1:]:
+            trace_out.write(trace_line(record))
+        if not _QUIET.value:
+            print(reply["text"])
+        rate = reply["decode_tok_s"] or 0.0
+        per_round = reply["tokens_per_round"] or 0.0
+        print(
+            f"[{reply['prompt_tokens']} + {len(reply['tokens'])} tokens, {rate:.1f} tok/s, "
+            f"{per_round:.2f} tokens a round, widths {reply['widths']}, "
+            f"token_sha256 {reply['token_sha256']}]",
+            flush=True,
+        )
+    json_out.close()
+    trace_out.close()
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    with one_line_errors():
+        options = Options.from_flags()
+        platform.initialize(_PLATFORM.value)
+        run(options)
+
+
+if __name__ == "__main__":
+    app.run(main)
