@@ -28,6 +28,7 @@ TILE_SHARED = 0.10  # of its part that all tiles have in common,
 ONE_ROW_STEP = 0.10  # and of one from one row (plain decoding) to two
 SCALE_DOUBT = 0.15  # a warm-up round may be this much slower than a served one, at all widths
 TILT_DOUBT = 0.10  # and the dearest width this much further off than the cheapest
+KEPT_DOUBT = 0.03  # the same for a band's record, which served rounds have taught
 DRIFT_SCALE = 0.002  # random walk a round: the card's speed,
 START_DRIFT = 0.05  # the same in the first rounds of a stream, fading over
 START_ROUNDS = 12
@@ -50,13 +51,15 @@ JUMP_TILT = 0.4
 class Knot:
     """A context whose price curve is known.
 
-    curve: [cap+1] ms. cov: [cap+1, cap+1] and noise (of one timing): relative to the price.
+    curve: [cap+1] ms. cov: [cap+1, cap+1], noise (std of one timing) and tilt_doubt (std at the
+    cap: how far off the price of a row may be all the same): relative to the price.
     """
 
     context_length: int
     curve: np.ndarray
     cov: np.ndarray
     noise: float
+    tilt_doubt: float
 
 
 def shape_kernel(cap: int, tile: int) -> np.ndarray:
@@ -112,7 +115,8 @@ def smooth(rows: Sequence[PriorRow], cap: int, tile: int) -> Knot:
     assert best is not None
     _, noise, mean, cov = best
     curve = np.maximum.accumulate(scale * np.maximum(1.0 + mean, 0.05))
-    return Knot(rows[0][1], curve, cov * np.outer(scale / curve, scale / curve), noise)
+    cov = cov * np.outer(scale / curve, scale / curve)
+    return Knot(rows[0][1], curve, cov, noise, TILT_DOUBT)
 
 
 class CostModel:
@@ -126,7 +130,7 @@ class CostModel:
         self.knots = [smooth([r for r in prior if r[1] == c], cap, tile) for c in contexts]
         if not self.knots:
             curve = 1.0 + BLIND_SLOPE * np.arange(cap + 1)
-            self.knots = [Knot(0, curve, shape_kernel(cap, tile), NOISE_START)]
+            self.knots = [Knot(0, curve, shape_kernel(cap, tile), NOISE_START, BLIND_TILT)]
         self._reset()
 
     def _reset(self) -> None:
@@ -144,7 +148,7 @@ class CostModel:
         """Doubt at the first round: the nearest knot's own, the scale, the tilt, the distance."""
         knot = min(self.knots, key=lambda k: abs(octaves(k.context_length, context_length)))
         tilt = tilt_of(knot.curve)
-        doubt = TILT_DOUBT if self.known else BLIND_TILT
+        doubt = knot.tilt_doubt
         far = CONTEXT_TILT * min(abs(octaves(knot.context_length, context_length)), 4.0)
         self.cov = knot.cov + SCALE_DOUBT**2 + (doubt**2 + far**2) * np.outer(tilt, tilt)
         self._drift = (
@@ -257,7 +261,7 @@ class CostModel:
         if self.at is None or not self.known:
             return None
         curve = self.prices(self.at)
-        return Knot(self.at, curve, self.cov / np.outer(self.m, self.m), self.noise)
+        return Knot(self.at, curve, self.cov / np.outer(self.m, self.m), self.noise, KEPT_DOUBT)
 
     def add_knots(self, knots: Sequence[Knot]) -> None:
         """Takes knots from a record: they replace the warm-up's in their bands. Starts afresh."""

@@ -11,11 +11,12 @@ import numpy as np
 from dflash_jax.errors import InputError
 
 NO_PARENT = -1
+KINDS = ("greedy", "sampled")  # indexed by `sampled`
 DEPTHS = 6  # depths 0..4 have their own offset; all deeper nodes share the last
-TILT_STD = 0.5  # prior doubt of the slope,
-OFFSET_STD = 0.7  # of the offset all depths share,
-DEPTH_STD = 0.4  # and of each depth's own
-FORGET = 0.999  # a judged node; some thousand nodes of memory
+TILT_STD = 0.35  # prior doubt of the slope,
+OFFSET_STD = 0.4  # of the offset all depths share,
+DEPTH_STD = 0.2  # and of each depth's own
+FORGET = 0.9997  # a judged node; some thousand nodes of memory
 LOGIT_MAX = 8.0
 EDGE = 1e-4  # chances stay inside [EDGE, 1 − EDGE]
 
@@ -33,9 +34,12 @@ class _Logistic:
         self.depth = [0.0] * DEPTHS
         self.vd = [DEPTH_STD**2] * DEPTHS
 
-    def judge(self, logit: float, depth: int, landed: bool) -> None:
+    def chance(self, logit: float, depth: int) -> float:
         eta = self.slope * logit + self.offset + self.depth[depth]
-        p = 1.0 / (1.0 + math.exp(-max(-LOGIT_MAX, min(LOGIT_MAX, eta))))
+        return 1.0 / (1.0 + math.exp(-max(-LOGIT_MAX, min(LOGIT_MAX, eta))))
+
+    def judge(self, logit: float, depth: int, landed: bool) -> None:
+        p = self.chance(logit, depth)
         info = p * (1.0 - p) + 1e-6
         gs = self.vs * logit + self.c  # covariance of the slope with eta
         go = self.c * logit + self.vo
@@ -68,7 +72,8 @@ class _Logistic:
 class LandingModel:
     """Landing chances of a tree's nodes: calibrated own chance × the parent's landing chance.
 
-    Greedy and sampled rounds are calibrated apart. The engine holds one beside its width rule:
+    Greedy and sampled rounds are calibrated apart, and so are a parent's first child and its later
+    ones: the drafter's order of siblings is itself a guess. The engine holds one beside its rule:
 
         chances = landing.chances(own, parents, depths, sampled)
         width = rule.choose(chances, context_length)
@@ -78,11 +83,16 @@ class LandingModel:
 
     def __init__(self, prior: Mapping[str, Any] | None = None) -> None:
         """prior: a record (`to_record`) from the drafter's evaluation; None trusts the drafter."""
-        self._fits = {False: _Logistic(), True: _Logistic()}
+        self._fits = {name: (_Logistic(), _Logistic()) for name in KINDS}
         if prior is not None:
             try:
-                for sampled, name in ((False, "greedy"), (True, "sampled")):
-                    self._fits[sampled] = _Logistic.from_record(prior[name])
+                self._fits = {
+                    name: (
+                        _Logistic.from_record(prior[name]["first"]),
+                        _Logistic.from_record(prior[name]["later"]),
+                    )
+                    for name in KINDS
+                }
             except (KeyError, TypeError, ValueError) as error:
                 raise InputError(f"landing prior: not a LandingModel record ({error!r})") from error
 
@@ -99,12 +109,15 @@ class LandingModel:
         `NO_PARENT` for a child of the anchor; a parent comes before its children. depths: 0 for a
         child of the anchor.
         """
-        fit = self._fits[sampled]
-        slope, offset, extra = fit.slope, fit.offset, fit.depth
+        first, later = self._fits[KINDS[sampled]]
         out: list[float] = []
+        parents_seen: set[int] = set()
         for score, parent, depth in zip(_plain(own), _plain(parents), _plain(depths), strict=True):
-            eta = slope * _logit(score) + offset + extra[min(depth, DEPTHS - 1)]
-            p = 1.0 / (1.0 + math.exp(-max(-LOGIT_MAX, min(LOGIT_MAX, eta))))
+            if parent in parents_seen:
+                p = later.chance(_logit(score), min(depth, DEPTHS - 1))
+            else:
+                p = first.chance(_logit(score), min(depth, DEPTHS - 1))
+                parents_seen.add(parent)
             out.append(p if parent == NO_PARENT else p * out[parent])
         return np.array(out)
 
@@ -122,8 +135,9 @@ class LandingModel:
         round that landed to its end is thereby censored, as it must be: the node after the last
         verified one is not judged, so it counts neither for nor against.
         """
-        fit = self._fits[sampled]
+        first, later = self._fits[KINDS[sampled]]
         landed = _plain(landed)
+        parents_seen: set[int] = set()
         width = len(landed)
         for score, parent, depth, hit in zip(
             _plain(own)[:width],
@@ -133,11 +147,16 @@ class LandingModel:
             strict=True,
         ):
             if parent == NO_PARENT or landed[parent]:
+                fit = later if parent in parents_seen else first
                 fit.judge(_logit(score), min(depth, DEPTHS - 1), hit)
+                parents_seen.add(parent)
 
     def to_record(self) -> dict[str, Any]:
         """Plain and JSON-ready; the constructor's `prior` takes it."""
-        return {"greedy": self._fits[False].to_record(), "sampled": self._fits[True].to_record()}
+        return {
+            name: {"first": first.to_record(), "later": later.to_record()}
+            for name, (first, later) in self._fits.items()
+        }
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> LandingModel:

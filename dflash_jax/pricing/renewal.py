@@ -15,14 +15,24 @@ import numpy as np
 
 from dflash_jax.pricing.cost import CostModel, Knot, octaves
 from dflash_jax.pricing.rule import Limits, PriorRow, Rule, band_of
+from dflash_jax.pricing.trust import Trust
 
 MEMORY = 1.0 - 1.0 / 200.0  # of λ, per round
 FIRST_ROUNDS = 2.0  # the first round's own best ratio counts as so many rounds of λ
 KEPT_ROUNDS = 30.0  # a record's λ counts as at most so many rounds of the next stream
-OPTIMISM = 0.25  # a wider width is preferred if its extra price is within so many stds of nothing
+OPTIMISM = 0.25  # stds of doubt by which a width's price is taken to be nearer the usual width's
 JUMP_MEMORY = 0.05  # how much of λ's memory a jump of the prices leaves
 PROBES = 4  # most rounds spent on timing other widths when prices are unknown or have jumped,
 PROBE_DOUBT = 0.10  # as long as the extra price is in more doubt than this (relative std)
+
+
+def best_width(expected: np.ndarray, prices: np.ndarray, rate: float) -> int:
+    """argmax over w of expected[w] − rate · prices[w]; the widest if several are equal.
+
+    expected [n+1] tokens, prices [n+1] ms, rate in tokens per ms.
+    """
+    gain = expected - rate * prices
+    return int(len(gain) - 1 - np.argmax(gain[::-1]))
 
 
 class Renewal(Rule):
@@ -31,6 +41,8 @@ class Renewal(Rule):
     def __init__(self, limits: Limits, prior: Sequence[PriorRow]) -> None:
         super().__init__("renewal", limits)
         self.cost = CostModel(limits.cap, limits.tile, prior)
+        self.trust = Trust(limits.cap)
+        self._chances = np.zeros(0)
         self._tokens = 0.0
         self._widths = np.zeros(limits.cap + 1)
         self._expected = np.ones(limits.cap + 1)
@@ -38,24 +50,32 @@ class Renewal(Rule):
         self._why: tuple[int, float, np.ndarray, np.ndarray] | None = None
         self._kept: dict[str, Any] = {}
         self._band = -1
+        self._every = np.arange(limits.cap + 1)
+        self._usual = 0
+        self._doubt = np.zeros(limits.cap + 1)
 
     def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
         expected = self._expected[: n + 1]
-        np.add.accumulate(chances[:n], out=expected[1:])
+        self._chances = np.asarray(chances, float)[:n]
+        np.add.accumulate(self.trust.apply(self._chances), out=expected[1:])
         expected[1:] += 1.0
         full = self.cost.prices(context_length)
         if not self._tokens:
             self._start(expected, context_length)
         rate = self._tokens / float(self._widths @ full)
-        gain = expected - rate * full[: n + 1]
-        w = int(n - np.argmax(gain[::-1]))
-        if OPTIMISM and w < n:
-            bonus = OPTIMISM * rate * self.cost.doubt(w)[w : n + 1] * full[w]
-            w = int(n - np.argmax((gain[w:] + bonus)[::-1]))
+        w = best_width(expected, self._believed(full)[: n + 1], rate)
         if self._probes:
             w = self._probe(w, n)
         self._why = (w, rate, full, expected)
         return w
+
+    def _believed(self, prices: np.ndarray) -> np.ndarray:
+        """Prices [cap+1] less what doubt explains of their distance from the usual width's."""
+        usual = prices[self._usual]
+        added = prices - usual
+        luck = self._doubt * usual
+        added -= np.minimum(np.maximum(added, -luck), luck)
+        return added + usual
 
     def _probe(self, width: int, n: int) -> int:
         """A width well above or below `width`, whichever's price is in more doubt; or `width`."""
@@ -80,6 +100,7 @@ class Renewal(Rule):
         self._tokens = MEMORY * self._tokens + 1.0 + float(np.count_nonzero(landed))
         self._widths *= MEMORY
         self._widths[width] += 1.0
+        self.trust.observe(self._chances[:width], np.asarray(landed))
         band = band_of(context_length)
         if band != self._band:
             self._save_band()
@@ -92,6 +113,8 @@ class Renewal(Rule):
                 # λ was earned by widths that suited the old prices.
                 self._tokens *= JUMP_MEMORY
                 self._widths *= JUMP_MEMORY
+            self._usual = round(float(self._widths @ self._every) / float(self._widths.sum()))
+            self._doubt = OPTIMISM * self.cost.doubt(self._usual)
 
     def _save_band(self) -> None:
         """Puts what is believed now under the band of the last observation."""
@@ -105,6 +128,7 @@ class Renewal(Rule):
             "prices_ms": knot.curve.tolist(),
             "cov": knot.cov.tolist(),
             "noise": knot.noise,
+            "tilt_doubt": knot.tilt_doubt,
             "tokens": self._tokens * share,
             "widths": (self._widths * share).tolist(),
         }
@@ -121,6 +145,7 @@ class Renewal(Rule):
                 np.array(band["prices_ms"]),
                 np.array(band["cov"]),
                 band["noise"],
+                band["tilt_doubt"],
             )
             for band in bands.values()
         ]
