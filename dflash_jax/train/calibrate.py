@@ -17,6 +17,7 @@ from dflash_jax.tree.growth import NO_PARENT
 BINS = 15
 # What a prompt may still differ by from the evaluation's mean, as standard deviations.
 SLOPE_DOUBT, OFFSET_DOUBT, DEPTH_DOUBT = 0.1, 0.25, 0.1
+NEWTON_STEPS = 30
 RIDGE = 4.0  # pulls towards slope 1 and offsets 0, in judged nodes
 
 
@@ -29,33 +30,61 @@ class Reliability(NamedTuple):
     nodes: tuple[int, ...]
 
 
-def judged_nodes(judged: list[Judged]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """logit of the own chance, depth from 0, landed: of the nodes whose parent landed."""
-    logits, depths, landed = [], [], []
+class Nodes(NamedTuple):
+    """Nodes that were judged: those whose parent landed."""
+
+    logit: np.ndarray  # of the own chance
+    depth: np.ndarray  # from 0
+    first: np.ndarray  # bool: the first child of its parent
+    landed: np.ndarray  # bool
+
+
+def judged_nodes(judged: list[Judged]) -> Nodes:
+    parts = []
     for tree, hit in judged:
         root = tree.parents == NO_PARENT
         asked = root | hit[np.where(root, 0, tree.parents)]
         own = np.clip(tree.own[asked], EDGE, 1 - EDGE)
-        logits.append(np.log(own) - np.log1p(-own))
-        depths.append(np.minimum(tree.depths[asked] - 1, DEPTHS - 1))
-        landed.append(hit[asked])
-    return np.concatenate(logits), np.concatenate(depths), np.concatenate(landed)
+        first = np.zeros(len(tree.parents), bool)
+        first[np.unique(tree.parents, return_index=True)[1]] = True
+        depth = np.minimum(tree.depths[asked] - 1, DEPTHS - 1)
+        parts.append(Nodes(np.log(own) - np.log1p(-own), depth, first[asked], hit[asked]))
+    return Nodes(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def fit(judged: list[Judged]) -> dict[str, Any]:
-    """One half ("greedy" or "sampled") of a LandingModel record, by Newton's method."""
-    logit, depth, landed = judged_nodes(judged)
+    """One way of decoding ("greedy" or "sampled") in a LandingModel record."""
+    nodes = judged_nodes(judged)
+    halves = {"first": nodes.first, "later": ~nodes.first}
+    return {
+        name: _fit_logistic(Nodes(*(f[chosen] for f in nodes))) for name, chosen in halves.items()
+    }
+
+
+def _fit_logistic(nodes: Nodes) -> dict[str, Any]:
+    """Slope, offset and depth offsets of largest likelihood, by Newton's method."""
+    logit, depth, _, landed = nodes
     features = np.zeros((len(logit), 2 + DEPTHS))
     features[:, 0], features[:, 1] = logit, 1
     features[np.arange(len(logit)), 2 + depth] = 1
     start = np.zeros(2 + DEPTHS)
     start[0] = 1
-    weights = start.copy()
-    for _ in range(20):
+
+    def loss(weights: np.ndarray) -> float:
+        eta = features @ weights
+        pull = RIDGE / 2 * np.sum((weights - start) ** 2)
+        return float(np.sum(np.logaddexp(0, eta) - landed * eta) + pull)
+
+    weights, best = start, loss(start)
+    for _ in range(NEWTON_STEPS):
         chance = 1 / (1 + np.exp(-np.clip(features @ weights, -30, 30)))
         gradient = features.T @ (landed - chance) - RIDGE * (weights - start)
         curvature = (features * (chance * (1 - chance))[:, None]).T @ features
-        weights += np.linalg.solve(curvature + RIDGE * np.eye(len(weights)), gradient)
+        step = np.linalg.solve(curvature + RIDGE * np.eye(len(weights)), gradient)
+        # Far from the optimum a whole step may overshoot.
+        while (value := loss(weights + step)) > best and np.abs(step).max() > 1e-9:
+            step = step / 2
+        weights, best = weights + step, value
     return {
         "slope": max(float(weights[0]), 0.05),
         "offset": float(weights[1]),

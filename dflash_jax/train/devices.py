@@ -22,7 +22,11 @@ def data_mesh(count: int = 0) -> Mesh:
         raise InputError(
             f"--devices={count}: JAX sees {len(devices)} {devices[0].platform} device(s)"
         )
-    return Mesh(np.array(devices[: count or None]), (DATA,))
+    chosen = np.array(devices[: count or None])
+    # The partitioner decides about everything but the inputs. Named only where jax knows other
+    # kinds of axes, which jax 0.5 does not.
+    kinds = getattr(jax.sharding, "AxisType", None)
+    return Mesh(chosen, (DATA,), axis_types=(kinds.Auto,)) if kinds else Mesh(chosen, (DATA,))
 
 
 def check_batch(batch: int, mesh: Mesh, name: str) -> None:

@@ -25,6 +25,7 @@ def run(trainer, **kwargs):
     return list(trainer.run(**kwargs))
 
 
+@pytest.mark.slow
 def test_training_beats_the_stated_acceptance(tmp_path):
     """400 steps reach 3.5 of 4 tokens a round on held-out text; the start has about 1."""
     trainer = tiny.trainer(tmp_path)
@@ -49,6 +50,7 @@ def test_resume_is_exact(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, second.state, straight.state)
 
 
+@pytest.mark.slow
 def test_draft_vocabulary_limits_the_head(tmp_path):
     drafter = tiny.drafter_config(draft_vocab_size=16)
     trainer = tiny.trainer(tmp_path, drafter)
@@ -57,6 +59,7 @@ def test_draft_vocabulary_limits_the_head(tmp_path):
     assert loaded.params["draft_vocab"].tolist() == list(range(16))
 
 
+@pytest.mark.slow
 def test_two_devices_give_the_loss_of_one(tmp_path):
     code = (
         "import jax; from tests.train import tiny;"
