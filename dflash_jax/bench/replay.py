@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflash_jax.bench.surfaces import Surface
-from dflash_jax.bench.traces import TextSpec, Trace, synthesise
+from dflash_jax.bench.traces import TextSpec, Trace, load_trace, synthesise
 from dflash_jax.errors import InputError
 from dflash_jax.pricing import LandingModel, PriorRow, make_rule
 
@@ -44,6 +44,7 @@ class Cell:
     event_round: int = 200
     after: Surface | None = None
     calibrate: bool = True
+    traces: tuple[str, ...] = ()  # files of decode.py --trace_out, instead of `text`
     streams: int = 40
     rounds: int = 384
     seed: int = 0
@@ -68,9 +69,13 @@ class World(NamedTuple):
     priors: list[list[PriorRow]]  # per stream
 
 
-def build_world(cell: Cell, trace: Trace | None = None) -> World:
+def build_world(cell: Cell) -> World:
     """Draws a cell's trace, times and warm-up timings from its seed."""
-    trace = trace or synthesise(cell.text, cell.streams, cell.rounds, cell.seed, cell.surface.cap)
+    size = cell.streams, cell.rounds, cell.seed, cell.surface.cap
+    if cell.traces:
+        trace = load_trace(list(cell.traces), *size)
+    else:
+        trace = synthesise(cell.text, *size)
     streams, rounds = trace.landed.shape[:2]
     rng = np.random.default_rng([cell.seed, 1])
     t = np.arange(rounds)

@@ -124,5 +124,36 @@ def load_measured(path: str | Path, cap: int = 15) -> Measured:
         raise InputError(
             f"surface {path}: time the same widths, at least two, at each of its contexts"
         )
-    ms = tuple(tuple(float(np.median(cells[c, w])) for w in widths) for c in contexts)
-    return Measured(contexts=contexts, widths=widths, ms=ms, cap=cap)
+    table = tuple(tuple(float(np.median(cells[c, w])) for w in widths) for c in contexts)
+    return Measured(contexts=contexts, widths=widths, ms=table, cap=cap)
+
+
+SURFACES: dict[str, Surface] = {
+    "thread": Linear(),
+    "flat": FLAT,
+    "stepped": Stepped(),
+    "cpu-f32": CPU_F32,
+    "cpu-int8": CPU_INT8,
+}
+
+
+def find_surface(name: str) -> Surface:
+    """A surface by name; `linear:A:B` (A + B·w ms) or `stepped:A:B` (A + B a tile of 4 rows) at
+    every context; or measured ones from a `.jsonl` file. Raises `InputError` otherwise."""
+    if name in SURFACES:
+        return SURFACES[name]
+    if name.endswith(".jsonl"):
+        return load_measured(name)
+    kind, *numbers = name.split(":")
+    try:
+        base, step = map(float, numbers)
+    except ValueError:
+        base = step = -1.0
+    if kind not in ("linear", "stepped") or base <= 0.0 or step < 0.0:
+        raise InputError(
+            f"surface {name!r}: give one of {', '.join(SURFACES)}, linear:A:B, stepped:A:B "
+            "or a .jsonl file"
+        )
+    if kind == "stepped":
+        return Stepped(base_ms=base, tile_ms=step, token_ms=0.0)
+    return Linear(contexts=(0,), base_ms=(base,), node_ms=(step,))

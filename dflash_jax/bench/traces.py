@@ -7,7 +7,9 @@ is the first w pops of the cap-node tree. So one trace serves every rule, paired
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from dflash_jax.errors import InputError
 NO_PARENT = -1
 CHILDREN = 4  # candidates of a position that the tree may use
 POSITIONS = 15  # drafted positions of a block
+BLOCK = 16  # rounds that a resampled stream takes in one piece
 
 
 class Trace(NamedTuple):
@@ -142,3 +145,84 @@ def _grow(
         score[:, sibling] = np.where(k + 1 < children, moved, -np.inf)
         parent[:, sibling], depth[:, sibling], rank[:, sibling] = p, d, next_rank
     return out_own, out_parent, out_depth, out_landed, out_true
+
+
+# Fitted so that the mean tokens of 3, 7 and 15 nodes are near what the reference thread's card
+# served (short: 34 tokens of context, mid: 7,588, deep: 28,946 and on).
+TEXTS = {
+    "short-greedy": TextSpec(2.6, 0.6, 1.3, 0.25),
+    "mid-greedy": TextSpec(3.8, 1.4, 1.0, 0.55, share=(0.2, 0.06, 0.03)),
+    "deep-greedy": TextSpec(2.4, 0.75, 1.0, 0.65),
+    "short-sampled": TextSpec(3.55, 1.2, 1.95, 0.36, share=(0.3, 0.1, 0.05), sampled=True),
+    "mid-sampled": TextSpec(3.6, 1.2, 1.5, 0.5, share=(0.3, 0.1, 0.05), sampled=True),
+    "deep-sampled": TextSpec(2.0, 0.65, 0.9, 0.56, sampled=True),
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "over-confident": {"confidence": 1.7, "bias": 0.3},
+    "under-confident": {"confidence": 0.6, "bias": -0.3},
+    "vague": {"blur": 1.5},
+}
+"""How a drafter may be wrong about itself: changes to a `TextSpec`."""
+
+
+def find_text(name: str, drafter: str = "") -> TextSpec:
+    """A text by name, seen by a drafter by name. Raises `InputError` for unknown ones."""
+    if name not in TEXTS:
+        raise InputError(f"text {name!r}: give one of {', '.join(TEXTS)}")
+    if drafter not in DRAFTERS:
+        raise InputError(f"drafter {drafter!r}: give one of {', '.join(map(repr, DRAFTERS))}")
+    return dataclasses.replace(TEXTS[name], **DRAFTERS[drafter])
+
+
+def load_trace(paths: list[str], streams: int, rounds: int, seed: int, cap: int = 15) -> Trace:
+    """Rounds that `scripts/decode.py --width=15 --trace_out=…` wrote, resampled into streams.
+
+    Each stream takes whole stretches of `BLOCK` consecutive rounds, drawn with replacement, so
+    that easy and hard passages stay together (moving-block bootstrap, Künsch 1989). What the
+    oracle knows is then the recorded chance. Raises `InputError` if there are too few rounds.
+    """
+    lines = [line for path in paths for line in _read(path) if _whole(line, cap)]
+    if len(lines) < 2 * BLOCK:
+        raise InputError(
+            f"traces {', '.join(paths)}: {len(lines)} rounds verified all {cap} nodes; give "
+            f"{2 * BLOCK} or more (decode.py --width={cap} --trace_out=…)"
+        )
+    parents = np.array([line["parents"] for line in lines])
+    chances = np.array([line["chances"] for line in lines], float)
+    landed = np.array([line["landed"] for line in lines], bool)
+    depths, own = _derived(parents, chances)
+    if all("own" in line for line in lines):
+        own = np.array([line["own"] for line in lines], float)
+    rng = np.random.default_rng(seed)
+    blocks = -(-rounds // BLOCK)
+    starts = rng.integers(0, len(lines) - BLOCK + 1, (streams, blocks))
+    index = (starts[..., None] + np.arange(BLOCK)).reshape(streams, -1)[:, :rounds]
+    return Trace(own[index], parents[index], depths[index], landed[index], chances[index])
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"trace {path}: {error}; give a file of decode.py --trace_out") from error
+
+
+def _whole(line: dict[str, Any], cap: int) -> bool:
+    """Whether a trace line is a round that verified all `cap` nodes."""
+    parts = ("parents", "chances", "landed")
+    return line.get("width") == cap and all(len(line.get(part, ())) == cap for part in parts)
+
+
+def _derived(parents: np.ndarray, chances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Depths and own log chances from parents and landing chances, all [B, cap]."""
+    depths = np.zeros(parents.shape, int)
+    own = np.log(np.clip(chances, 1e-12, 1.0))
+    every = np.arange(len(parents))
+    for i in range(parents.shape[1]):
+        inner = parents[:, i] != NO_PARENT
+        above = np.where(inner, parents[:, i], 0)
+        depths[:, i] = np.where(inner, depths[every, above] + 1, 0)
+        parent = np.clip(chances[every, above], 1e-12, 1.0)
+        own[:, i] = np.minimum(own[:, i] - np.where(inner, np.log(parent), 0.0), 0.0)
+    return depths, own
