@@ -2,8 +2,8 @@
 
 Plain decoding writes sixteen tokens; then every width verifies the same tokens, as a chain and as
 a tree with wrong siblings, from the same context. Picks, their logits, the committed keys and
-values and the taps must be equal bit for bit. The prompt's length puts the window across the edge
-of a key chunk, and far and near keys on both sides.
+values and the taps must be equal bit for bit. The prompt's length puts the rows' far keys (all but
+the nearest sixteen) across the edge of a key chunk: some rows need one chunk, others two.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.decode.attention import NEAR
 from dflash_jax.decode.executables import Executables
 from dflash_jax.decode.programs import DecodeSpec, Round, TargetState, TargetWeights
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.tree.growth import EMPTY, NO_PARENT, DraftTree
 from dflash_jax.tree.masks import MAX_ROWS, window_array
 
-_EDGE = 5  # tokens between the prompt's end and the key chunk's
+_EDGE = 5  # rows of plain decoding whose far keys end before the key chunk does
 _SAMPLINGS = (Sampling(), Sampling(temperature=1.0, seed=7))
 
 
@@ -84,7 +85,7 @@ def check(
 def _prompt(spec, weights, state, executables, arrays) -> tuple[TargetState, int, int]:
     """Prefills a made-up prompt; (state, its length, its anchor)."""
     chunk = spec.policy.prefill_chunk
-    size = min(max(spec.policy.key_chunk, chunk), spec.context_limit - MAX_ROWS) - _EDGE
+    size = min(spec.policy.key_chunk + NEAR - 1, spec.context_limit - MAX_ROWS) - _EDGE
     prompt = np.random.default_rng(0).integers(0, spec.vocab_size, max(size, 1)).astype(np.int32)
     state = state._replace(length=jnp.int32(0))
     for begin in range(0, len(prompt), chunk):
