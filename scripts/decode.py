@@ -234,7 +234,8 @@ def run(options: Options) -> None:
     trace_out = Lines(_TRACE_OUT.value, "trace_out")
     begin = time.perf_counter()
     config = ModelConfig.from_config(_CONFIG.value)
-    models = load_models(config, with_drafter=options.rule != "fixed:0")
+    # Plain decoding loads the drafter too: the target's programs are then the same, taps included.
+    models = load_models(config)
     prompts = read_prompts(models.target, options.chat)
     for prompt in prompts:
         if len(prompt) >= config.context_limit:
@@ -257,7 +258,6 @@ def run(options: Options) -> None:
         rule=options.rule,
         cap=options.cap,
         landing=models.landing(),
-        calibration_temperature=models.calibration_temperature,
     )
     say(
         f"{models.target.name}: ready in {time.perf_counter() - begin:.1f} s; widths "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ def compile_programs(
     programs: Programs,
     widths: tuple[int, ...],
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    options: Mapping[str, Any] | None = None,
 ) -> Executables:
     """Compiles the programs for some widths.
 
@@ -34,13 +35,14 @@ def compile_programs(
       programs: all of them.
       widths: the widths that will be verified.
       progress: called with a program's name, and how many of how many are compiled.
+      options: XLA's, by name.
     """
-    wanted = [programs.prefill, *(programs.verify[width] for width in widths)]
+    wanted = [programs.prefill, *dict.fromkeys(programs.verify[width] for width in widths)]
     wanted += [program for program in (programs.extend, programs.draft) if program is not None]
     compiled: dict[str, Any] = {}
 
     def compile_one(program: Program) -> tuple[str, Any]:
-        return program.name, program.compile()
+        return program.name, program.compile(options)
 
     with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
         jobs = [pool.submit(compile_one, program) for program in wanted]

@@ -13,7 +13,7 @@ that compiling, warming up and exporting know nothing else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -99,7 +99,7 @@ class Round(NamedTuple):
     report: Report
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A function to compile, with the shapes of its inputs."""
 
@@ -111,9 +111,14 @@ class Program:
     def jit(self) -> Any:
         return jax.jit(self.function, donate_argnums=self.donated)
 
-    def compile(self) -> Any:
-        """The executable; called with arrays of exactly `inputs`' shapes."""
-        return self.jit().lower(*self.inputs).compile()
+    def compile(self, options: Mapping[str, Any] | None = None) -> Any:
+        """The executable; called with arrays of exactly `inputs`' shapes.
+
+        Args:
+          options: XLA's, by name; such as `platform.DETERMINISTIC_OPTIONS`.
+        """
+        lowered = self.jit().lower(*self.inputs)
+        return lowered.compile(compiler_options=dict(options) if options else None)
 
 
 def target_weights(spec: DecodeSpec, params: Params) -> TargetWeights:
@@ -391,13 +396,13 @@ class Programs(NamedTuple):
     """Every function of a spec; those of the drafter are None without one."""
 
     prefill: Program
-    verify: tuple[Program, ...]  # by width
+    verify: tuple[Program, ...]  # by width; widths padded to one row count share a program
     extend: Program | None
     draft: Program | None
 
     def all(self) -> tuple[Program, ...]:
         drafting = tuple(p for p in (self.extend, self.draft) if p is not None)
-        return (self.prefill, *drafting, *self.verify)
+        return (self.prefill, *drafting, *dict.fromkeys(self.verify))
 
 
 def build_programs(
@@ -419,11 +424,12 @@ def build_programs(
 
     tokens = jax.ShapeDtypeStruct((chunk,), jnp.int32)
     prefill_inputs = (weights, state, tokens, scalar, sampling)
-    verifiers = []
-    for width in range(cap + 1):
-        window = jax.ShapeDtypeStruct((spec.policy.rows(width), WINDOW_COLUMNS), jnp.int32)
+    by_rows = {}
+    for rows in sorted({spec.policy.rows(width) for width in range(cap + 1)}):
+        window = jax.ShapeDtypeStruct((rows, WINDOW_COLUMNS), jnp.int32)
         verify_inputs = (weights, state, window, sampling)
-        verifiers.append(Program(f"verify_{width}", bind(verify), verify_inputs, (1,)))
+        by_rows[rows] = Program(f"verify_{rows}_rows", bind(verify), verify_inputs, (1,))
+    verifiers = tuple(by_rows[spec.policy.rows(width)] for width in range(cap + 1))
     extender = drafting = None
     if spec.drafter is not None:
         drafter = jax.eval_shape(
@@ -437,4 +443,4 @@ def build_programs(
         draft_inputs = (drafter, cache, taps, scalar, scalar, scalar)
         drafting = Program("draft", bind(draft), draft_inputs, (1,))
     first = Program("prefill", bind(prefill), prefill_inputs, (1,))
-    return Programs(first, tuple(verifiers), extender, drafting)
+    return Programs(first, verifiers, extender, drafting)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from dflash_jax.errors import InputError
 from dflash_jax.tree.masks import MAX_ROWS
 
 
@@ -28,22 +29,30 @@ class RowPolicy:
 
 
 _LARGEST_ONLY = (MAX_ROWS,)
+# What `jax.default_backend()` says: "gpu" on CUDA, and the Intel plugins' own names.
+_GPUS = ("gpu", "cuda", "sycl", "oneapi", "xpu")
 
 
 def row_policy(backend: str, jax_version: tuple[int, ...]) -> RowPolicy:
     """The table of a backend, as measured.
 
     Args:
-      backend: `jax.default_backend()`: "cpu", "gpu", "cuda", "sycl", "xpu".
+      backend: `jax.default_backend()`: "cpu", "gpu", "cuda", "sycl", "oneapi".
       jax_version: such as (0, 10, 2).
+
+    Raises:
+      InputError: a backend that nothing is known of.
     """
-    if backend != "cpu":
+    if backend in _GPUS:
         # Padding costs nothing where a matmul waits for the weights; few, large chunks, since a
         # loop step costs tens of microseconds there.
         return RowPolicy(_LARGEST_ONLY, MAX_ROWS, 2048, 256)
+    if backend != "cpu":
+        raise InputError(f"no row table for JAX's backend {backend!r}: run on cpu, xpu or cuda")
     # jax 0.5.0: a row's bits are equal from 8 rows on; newer ones: from 2 rows on, 1 row differs.
-    fewest = 2 if jax_version >= (0, 10) else 8
-    return RowPolicy(tuple(range(fewest, MAX_ROWS + 1)), 4, 128, 128)
+    # A padding row costs some 5 % of a round, a row count more some 10 s of compiling.
+    counts = (2, 4, 6, 8, 12, 16) if jax_version >= (0, 10) else (8, 12, 16)
+    return RowPolicy(counts, 4, 128, 128)
 
 
 def safest(policy: RowPolicy) -> RowPolicy:

@@ -65,7 +65,7 @@ GREEDY = Sampling()
 
 
 class SamplingArrays(NamedTuple):
-    """`Sampling` as arrays of fixed shape, NumPy or on the device: a new request compiles nothing."""
+    """`Sampling` as arrays of fixed shape: a new request compiles nothing."""
 
     temperature: Any  # [] float32, 0 when greedy
     top_k: Any  # [] int32, 0 when off

@@ -1,9 +1,10 @@
 """Proves at start-up, on the real shapes, that a row's bits do not depend on the width.
 
-Plain decoding writes sixteen tokens; then every width verifies the same tokens, as a chain and as
-a tree with wrong siblings, from the same context. Picks, their logits, the committed keys and
-values and the taps must be equal bit for bit. The prompt's length puts the rows' far keys (all but
-the nearest sixteen) across the edge of a key chunk: some rows need one chunk, others two.
+Plain decoding writes sixteen tokens; then every width verifies the same tokens from the same
+context: greedy ones as a chain, sampled ones as a tree with wrong siblings. Picks, their logits,
+the committed keys and values and the taps must be equal bit for bit. The prompt's length puts the
+rows' far keys (all but the nearest sixteen) across the edge of a key chunk: some rows need one
+chunk, others two.
 """
 
 from __future__ import annotations
@@ -72,13 +73,12 @@ def check(
             steps.append(_committed(done, start + len(steps)))
         plain = _joined(steps)
         for width in widths:
-            for shape, tree in _trees(plain.tokens, width, spec.vocab_size).items():
-                # The cache before the window is untouched: going back is a matter of its length.
-                rewound = state._replace(length=jnp.int32(start), anchor=jnp.int32(anchor))
-                done = _verify(spec, weights, rewound, executables, tree, width, arrays)
-                state = done.state
-                got = _committed(done, start)
-                differences += _compare(plain, got, f"width {width}, {kind} {shape}")
+            tree = (_chain if sampling.greedy else _bushy)(plain.tokens, width, spec.vocab_size)
+            # The cache before the window is untouched: going back is a matter of its length.
+            rewound = state._replace(length=jnp.int32(start), anchor=jnp.int32(anchor))
+            done = _verify(spec, weights, rewound, executables, tree, width, arrays)
+            state = done.state
+            differences += _compare(plain, _committed(done, start), f"width {width}, {kind}")
     return SelfCheck(widths, tuple(differences)), state
 
 
@@ -101,17 +101,21 @@ def _verify(spec, weights, state, executables, tree, width, arrays) -> Round:
     return executables.verify[width](weights, state, window, arrays)
 
 
-def _trees(tokens: np.ndarray, width: int, vocab_size: int) -> dict[str, DraftTree]:
-    """The plain tokens as a chain of `width` nodes, and behind wrong siblings."""
+def _chain(tokens: np.ndarray, width: int, vocab_size: int) -> DraftTree:
+    """The plain tokens, one behind the other."""
+    del vocab_size
     nodes = np.arange(width)
-    chain = DraftTree(tokens[:width].astype(np.int32), nodes - 1, nodes + 1, np.ones(width))
-    # wrong, right, wrong, right, …: the right node of a depth is the parent of the next depth.
+    return DraftTree(tokens[:width].astype(np.int32), nodes - 1, nodes + 1, np.zeros(width))
+
+
+def _bushy(tokens: np.ndarray, width: int, vocab_size: int) -> DraftTree:
+    """Wrong, right, wrong, right, …: the right node of a depth is the parent of the next depth."""
+    nodes = np.arange(width)
     depths = nodes // 2 + 1
-    right = tokens[depths - 1] if width else tokens[:0]
-    wrong = (right + 1) % vocab_size
+    right = tokens[depths - 1]
     parents = np.where(depths == 1, NO_PARENT, 2 * depths - 3)
-    siblings = np.where(nodes % 2 == 0, wrong, right).astype(np.int32)
-    return {"chain": chain, "tree": DraftTree(siblings, parents, depths, np.ones(width))}
+    siblings = np.where(nodes % 2 == 0, (right + 1) % vocab_size, right).astype(np.int32)
+    return DraftTree(siblings, parents, depths, np.zeros(width))
 
 
 def _committed(done: Round, start: int) -> _Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +28,10 @@ from dflash_jax.decode.programs import (
     target_weights,
 )
 from dflash_jax.decode.rows import RowPolicy, row_policy, safest
-from dflash_jax.decode.sampling import Sampling
+from dflash_jax.decode.sampling import GREEDY, SamplingArrays
 from dflash_jax.errors import InputError
 from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.platform import DETERMINISTIC_OPTIONS
 from dflash_jax.tree.growth import CAP, NO_PARENT, DraftTree
 from dflash_jax.tree.masks import MAX_ROWS, window_array
 
@@ -104,37 +105,59 @@ def prepare(
       progress: of compilation.
 
     Raises:
-      InputError: the context does not fit the model; bits depend on the width even with one row
-        count.
+      InputError: the context does not fit the model; bits depend on the width in every attempt:
+        the row table, one row count, and on a GPU one row count with deterministic kernels.
     """
     if not MAX_ROWS < context_limit <= target.max_position_embeddings:
         raise InputError(
             f"context of {context_limit} tokens: this target takes {MAX_ROWS + 1} to "
             f"{target.max_position_embeddings}"
         )
+    backend = jax.default_backend()
     if policy is None:
-        version = tuple(int(part) for part in jax.__version__.split(".")[:3])
-        policy = row_policy(jax.default_backend(), version)
+        policy = row_policy(backend, jax.__version_info__)
     wanted = tuple(sorted({0, *widths}))
-    for attempt in (policy, safest(policy)):
+    problem = ""
+    for attempt in _attempts(policy, backend):
+        if problem:
+            say(f"{problem}; trying {attempt.name} instead")
         spec = DecodeSpec(
-            target, drafter.config if drafter else None, context_limit, attempt, vocab_size, top_k
+            target,
+            drafter.config if drafter else None,
+            context_limit,
+            attempt.policy,
+            vocab_size,
+            top_k,
         )
-        decoder = _compiled(spec, target_params, drafter, wanted, progress)
+        decoder = _compiled(spec, target_params, drafter, wanted, progress, attempt.options)
         if decoder.check.passed:
             break
-        say(
-            f"the row table {attempt.row_counts} is not exact here "
-            f"({decoder.check.differences[0]}); padding every window to {MAX_ROWS} rows instead"
-        )
+        problem = f"{attempt.name}: not exact here ({decoder.check.differences[0]})"
     if not decoder.check.passed:
-        raise InputError(
-            "a row's bits depend on the width on this backend "
-            f"({decoder.check.differences[0]}); decode with deterministic kernels"
-        )
+        raise InputError(f"{problem}: this backend cannot decode exactly")
     if time_widths and drafter is not None and len(wanted) > 1:
         decoder.prices = _timed(decoder)
     return decoder
+
+
+class _Attempt(NamedTuple):
+    """A way to compile that the self-check has to prove."""
+
+    name: str
+    policy: RowPolicy
+    options: Mapping[str, Any] | None  # XLA's
+
+
+def _attempts(policy: RowPolicy, backend: str) -> list[_Attempt]:
+    """The fastest first; the slow last resort of a GPU at the end."""
+    one_count = safest(policy)
+    attempts = [_Attempt(f"windows of {list(policy.row_counts)} rows", policy, None)]
+    if one_count != policy:
+        attempts.append(_Attempt(f"every window padded to {MAX_ROWS} rows", one_count, None))
+    if backend != "cpu":
+        slow = f"deterministic kernels (slower), every window padded to {MAX_ROWS} rows"
+        attempts.append(_Attempt(slow, one_count, DETERMINISTIC_OPTIONS))
+    return attempts
 
 
 def _compiled(
@@ -143,10 +166,11 @@ def _compiled(
     drafter: Drafter | None,
     widths: tuple[int, ...],
     progress: Callable[[str, int, int], None],
+    options: Mapping[str, Any] | None,
 ) -> Decoder:
     params = drafter.params if drafter else None
     programs = build_programs(spec, target_params, params, max(widths))
-    executables = compile_programs(programs, widths, progress)
+    executables = compile_programs(programs, widths, progress, options)
     weights = target_weights(spec, target_params)
     check, state = selfcheck.check(spec, weights, new_target_state(spec), executables)
     return Decoder(
@@ -162,43 +186,51 @@ def _compiled(
 
 def _timed(decoder: Decoder) -> list[pricing.PriorRow]:
     """Times whole rounds of every width at a short and a long context."""
-    spec, executables = decoder.spec, decoder.executables
-    assert decoder.drafter is not None
-    assert executables.draft is not None
+    spec = decoder.spec
     state, cache = decoder.take_buffers()
-    sampling = jax.tree.map(jnp.asarray, Sampling().arrays())
+    sampling = jax.tree.map(jnp.asarray, GREEDY.arrays())
     longest = spec.context_limit - MAX_ROWS
-    contexts = sorted({min(64, longest), min(2048, longest), longest})
     rows: list[pricing.PriorRow] = []
-    for context in contexts:
+    for context in sorted({min(64, longest), min(2048, longest)}):
+        ms_by_rows: dict[int, float] = {}
         for width in decoder.widths:
-            nodes = np.arange(width)
-            # A bushy tree of wrong tokens: nothing of it lands, so the context stays put.
-            tree = DraftTree(
-                np.full(width, spec.vocab_size, np.int32),
-                np.full(width, NO_PARENT),
-                np.ones_like(nodes),
-                np.ones(width),
-            )
-            window = window_array(tree, width, spec.policy.rows(width))
-            times = []
-            for _ in range(1 + _TIMINGS):
-                state = state._replace(length=jnp.int32(context), anchor=jnp.int32(0))
-                start = time.perf_counter()
-                done = executables.verify[width](
-                    decoder.weights, state, jnp.asarray(window), sampling
-                )
-                state = done.state
-                cache, lattice = executables.draft(
-                    decoder.drafter,
-                    cache,
-                    done.taps,
-                    done.report.emitted,
-                    state.length,
-                    state.anchor,
-                )
-                jax.device_get((done.report, lattice))
-                times.append((time.perf_counter() - start) * 1e3)
-            rows.append((width, context, float(np.median(times[1:]))))
+            padded = spec.policy.rows(width)
+            if padded not in ms_by_rows:
+                times = []
+                for _ in range(1 + _TIMINGS):
+                    state, cache, ms = _time_round(decoder, state, cache, width, context, sampling)
+                    times.append(ms)
+                ms_by_rows[padded] = float(np.median(times[1:]))
+            # Widths that share a row count share the program, and so its price.
+            rows.append((width, context, ms_by_rows[padded]))
     decoder.buffers = Buffers(state, cache)
     return rows
+
+
+def _time_round(
+    decoder: Decoder,
+    state: TargetState,
+    cache: Any,
+    width: int,
+    context: int,
+    sampling: SamplingArrays,
+) -> tuple[TargetState, Any, float]:
+    """One whole round at a made-up context of some length: (state, drafter's cache, ms)."""
+    spec, executables = decoder.spec, decoder.executables
+    assert executables.draft is not None
+    # Tokens that no tokeniser knows: nothing lands.
+    tree = DraftTree(
+        np.full(width, spec.vocab_size, np.int32),
+        np.full(width, NO_PARENT),
+        np.ones(width, np.int32),
+        np.zeros(width),
+    )
+    window = window_array(tree, width, spec.policy.rows(width))
+    state = state._replace(length=jnp.int32(context), anchor=jnp.int32(0))
+    start = time.perf_counter()
+    done = executables.verify[width](decoder.weights, state, jnp.asarray(window), sampling)
+    cache, lattice = executables.draft(
+        decoder.drafter, cache, done.taps, done.report.emitted, done.state.length, done.state.anchor
+    )
+    jax.device_get((done.report, lattice))
+    return done.state, cache, (time.perf_counter() - start) * 1e3

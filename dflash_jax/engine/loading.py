@@ -58,38 +58,36 @@ class Models:
     target: Target
     drafter: Drafter | None
     landing_prior: Any  # a record of `pricing.LandingModel`, or None
-    calibration_temperature: float
 
     def landing(self) -> pricing.LandingModel:
         """A fresh landing model, starting at the drafter's evaluation."""
         return pricing.LandingModel(prior=self.landing_prior)
 
 
-def load_models(config: ModelConfig, *, with_drafter: bool = True) -> Models:
+def load_models(config: ModelConfig) -> Models:
     """Loads the checkpoints.
 
     Raises:
       InputError: one is missing, damaged, or does not fit the other.
     """
     target = load_target(config.target, config.dtype)
-    if not (with_drafter and config.drafter):
-        return Models(target, None, None, 1.0)
+    if not config.drafter:
+        return Models(target, None, None)
     folder = EMBEDDED_DRAFTER if config.drafter == EMBEDDED else pathlib.Path(config.drafter)
     drafter = load_drafter(folder, target.config, config.dtype)
-    prior, temperature = _calibration(folder / CALIBRATION_FILE)
-    return Models(target, drafter, prior, temperature)
+    return Models(target, drafter, _calibration(folder / CALIBRATION_FILE))
 
 
-def _calibration(path: pathlib.Path) -> tuple[Any, float]:
-    """What the drafter's evaluation found, or nothing when it left no file."""
+def _calibration(path: pathlib.Path) -> Any:
+    """The landing record that the drafter's evaluation left, or None."""
     if not path.exists():
-        return None, 1.0
+        return None
     try:
         record = json.loads(path.read_text())
-        temperature = float(record.get("temperature", 1.0))
-        return record.get("landing"), temperature
-    except (ValueError, AttributeError, TypeError) as error:
+        pricing.LandingModel(prior=record)
+    except (ValueError, InputError) as error:
         raise InputError(f"{path} is no calibration record ({error}): evaluate again") from error
+    return record
 
 
 def prepare_models(

@@ -83,6 +83,7 @@ class Stream:
         self._state, self._drafter_cache = decoder.take_buffers()
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
+        self._closed = False
 
     def __enter__(self) -> Stream:
         return self
@@ -91,11 +92,13 @@ class Stream:
         self.close()
 
     def close(self) -> None:
-        """Hands the buffers back; what the rule learned stays with the driver."""
-        if self._decoder.buffers is None:
-            self._decoder.buffers = Buffers(self._state, self._drafter_cache)
-            if self._rule is not None:
-                self._driver.calibration = self._rule.keep()
+        """Hands the buffers back, once; what the rule learned stays with the driver."""
+        if self._closed:
+            return
+        self._closed = True
+        self._decoder.buffers = Buffers(self._state, self._drafter_cache)
+        if self._rule is not None:
+            self._driver.calibration = self._rule.keep()
 
     @property
     def token_sha256(self) -> str:
@@ -103,12 +106,22 @@ class Stream:
         return token_sha256(self.tokens)
 
     def rounds(self) -> Iterator[RoundRecord]:
-        """Prefills, then decodes until a stop token, the budget or the context limit."""
+        """Prefills, then decodes until a stop token, the budget or the context limit.
+
+        Raises:
+          RuntimeError: the stream is closed, and another may hold its buffers.
+        """
+        self._check_open()
         yield self._prefill()
         sample = False  # the first round after a prompt is no sample
         while self.finish_reason is None:
+            self._check_open()
             yield self._round(sample)
             sample = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this stream is closed: open another")
 
     # Prompt ------------------------------------------------------------------------------
 
@@ -179,7 +192,7 @@ class Stream:
             depths = np.arange(lattice.candidates.shape[0])[:, None]
             noise = gumbel(self._seed, context + 1 + depths, lattice.candidates)
             temperature = sampling.temperature
-        scores = own_log_chances(lattice, temperature, noise, driver.calibration_temperature)
+        scores = own_log_chances(lattice, temperature, noise)
         tree = grow(lattice.candidates, scores, driver.cap)
         sampled = not sampling.greedy
         chances = driver.landing.chances(tree.own, tree.parents, tree.depths - 1, sampled)
@@ -257,7 +270,6 @@ class LoneDriver:
         rule: str = "renewal",
         cap: int = CAP,
         landing: pricing.LandingModel | None = None,
-        calibration_temperature: float = 1.0,
     ) -> None:
         """
         Args:
@@ -265,7 +277,6 @@ class LoneDriver:
             drafter.
           cap: most nodes of a tree.
           landing: calibration found by the drafter's evaluation; None trusts the drafter.
-          calibration_temperature: of the drafter's scores.
 
         Raises:
           InputError: an unknown rule, or one that drafts without a drafter.
@@ -274,7 +285,6 @@ class LoneDriver:
         self.rule = rule
         self.cap = cap
         self.landing = landing or pricing.LandingModel()
-        self.calibration_temperature = calibration_temperature
         self.calibration: Any = None  # the rule's record, by band; seeds the next stream
         self.plain = rule == "fixed:0"
         self._make_rule()  # an unknown name is an error now, not at the first stream

@@ -44,7 +44,7 @@ def judged_nodes(judged: list[Judged]) -> Nodes:
     for tree, hit in judged:
         root = tree.parents == NO_PARENT
         asked = root | hit[np.where(root, 0, tree.parents)]
-        own = np.clip(tree.own[asked], EDGE, 1 - EDGE)
+        own = np.clip(np.exp(tree.own[asked]), EDGE, 1 - EDGE)
         first = np.zeros(len(tree.parents), bool)
         first[np.unique(tree.parents, return_index=True)[1]] = True
         depth = np.minimum(tree.depths[asked] - 1, DEPTHS - 1)
@@ -99,10 +99,7 @@ def _fit_logistic(nodes: Nodes) -> dict[str, Any]:
 def chances(record: dict[str, Any] | None, judged: list[Judged]) -> tuple[np.ndarray, np.ndarray]:
     """Landing chances of all nodes, and which landed. record None: the drafter's own."""
     model = LandingModel(record and {"greedy": record, "sampled": record})
-    found = [
-        model.chances(np.log(np.maximum(tree.own, 1e-30)), tree.parents, tree.depths - 1)
-        for tree, _ in judged
-    ]
+    found = [model.chances(tree.own, tree.parents, tree.depths - 1) for tree, _ in judged]
     return np.concatenate(found), np.concatenate([hit for _, hit in judged])
 
 

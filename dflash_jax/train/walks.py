@@ -69,7 +69,7 @@ def chain(candidates: np.ndarray, log_chances: np.ndarray) -> DraftTree:
     for position in range(depth):
         after = int(np.argmax(log_chances[position, before]))
         tokens[position] = candidates[position, after]
-        own[position] = np.exp(log_chances[position, before, after])
+        own[position] = log_chances[position, before, after]
         before = after
     steps = np.arange(depth, dtype=np.int32)
     return DraftTree(tokens, steps - 1, steps + 1, own)

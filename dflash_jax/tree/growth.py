@@ -41,7 +41,6 @@ def own_log_chances(
     lattice: Lattice,
     temperature: float = 1.0,
     noise: np.ndarray | None = None,
-    calibration: float = 1.0,
 ) -> np.ndarray:
     """Log-probability of every candidate among its siblings, for every candidate before it.
 
@@ -50,7 +49,6 @@ def own_log_chances(
       temperature: the target's sampling temperature; 1.0 when greedy.
       noise: [D, K] the target's keyed Gumbel noise at the candidates, None when greedy. With it a
         score is the chance that the candidate is the target's own draw, not its probability.
-      calibration: temperature that makes the scores honest; from the drafter's evaluation.
 
     Returns:
       [D, K, K] float32; entry (d, a, b): candidate b of position d after candidate a of d - 1.
@@ -60,8 +58,6 @@ def own_log_chances(
         scores = scores / np.float32(temperature)
     if noise is not None:
         scores = scores + noise[:, None, :]
-    if calibration != 1.0:
-        scores = scores / np.float32(calibration)
     scores = scores - scores.max(axis=-1, keepdims=True)
     return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
 
