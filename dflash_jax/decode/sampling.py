@@ -18,6 +18,9 @@ GREEDY_TEMPERATURE = 1e-5
 TOP_K_OFF = 0
 # Up to this top-k, a draw looks at the highest logits alone.
 FEW = 64
+# What float32 and int32 hold; both are as good as no limit.
+_HOTTEST = float(np.finfo(np.float32).max)
+_LARGEST_TOP_K = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +56,9 @@ class Sampling:
     def arrays(self) -> SamplingArrays:
         """What the compiled functions take, NumPy."""
         return SamplingArrays(
-            temperature=np.float32(0 if self.greedy else self.temperature),
-            top_k=np.int32(max(self.top_k, TOP_K_OFF)),
+            # An infinite temperature would make filtered tokens' -inf a NaN, which wins.
+            temperature=np.float32(0 if self.greedy else min(self.temperature, _HOTTEST)),
+            top_k=np.int32(min(max(self.top_k, TOP_K_OFF), _LARGEST_TOP_K)),
             top_p=np.float32(self.top_p),
             log_min_p=np.float32(math.log(self.min_p) if self.min_p else -math.inf),
             seed=split_seed(self.seed),
