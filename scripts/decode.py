@@ -227,7 +227,7 @@ def decode_all(
         yield summary(stream, prompt, records, target, seconds, counter.count), records
 
 
-def run(options: Options) -> None:
+def run(options: Options, found: platform.Platform) -> None:
     console = rich.console.Console(stderr=True)
     say = console.print
     json_out = Lines(_JSON_OUT.value, "json_out")
@@ -243,7 +243,8 @@ def run(options: Options) -> None:
                 f"a prompt of {len(prompt)} tokens leaves no room in the context of "
                 f"{config.context_limit} (--config.context_limit)"
             )
-    with rich.progress.Progress(console=console, transient=True) as bar:
+    bar = rich.progress.Progress(console=console, transient=True)
+    with found.warmup_lock(), bar:
         task = bar.add_task("compiling", total=None)
         decoder = prepare_models(
             models,
@@ -285,8 +286,7 @@ def main(argv: list[str]) -> None:
     del argv
     with one_line_errors():
         options = Options.from_flags()
-        platform.initialize(_PLATFORM.value)
-        run(options)
+        run(options, platform.initialize(_PLATFORM.value))
 
 
 if __name__ == "__main__":
