@@ -54,6 +54,7 @@ class Decoder:
     weights: TargetWeights
     drafter: DrafterWeights | None
     executables: Executables
+    no_taps: jax.Array  # [MAX_ROWS, taps * D] zeros: a draft's input when nothing was committed
     buffers: Buffers | None
     check: selfcheck.SelfCheck
     prices: list[pricing.PriorRow]
@@ -178,6 +179,7 @@ def _compiled(
         weights,
         drafter_weights(spec, params, target_params) if drafter else None,
         executables,
+        jnp.zeros((MAX_ROWS, len(spec.tap_layers) * spec.target.hidden_size), spec.target.dtype),
         Buffers(state, new_drafter_cache(spec) if drafter else None),
         check,
         [],

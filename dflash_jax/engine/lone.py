@@ -144,8 +144,8 @@ class Stream:
                     decoder.drafter, self._drafter_cache, done.taps, jnp.int32(begin)
                 )
         self._length = len(prompt)
-        nothing = jnp.zeros((MAX_ROWS, done.taps.shape[1]), done.taps.dtype)
-        report, self._lattice = self._read(done._replace(taps=nothing), count=jnp.int32(0))
+        done = done._replace(taps=decoder.no_taps)  # the prompt's are in the context already
+        report, self._lattice = self._read(done, count=jnp.int32(0))
         tokens_out = self._emit(report.tokens[:1].tolist())
         prompt_ms = (time.perf_counter() - start) * 1e3
         nothing_landed = np.zeros(0, bool)
