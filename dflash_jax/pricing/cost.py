@@ -23,8 +23,9 @@ from dflash_jax.pricing.rule import PriorRow, band_of
 
 BEND = 0.003  # prior std of a change of slope at a width, relative to the price of a round
 STEP = 0.004  # of a step in price between neighbouring widths
-TILE_STEP = 0.015  # of one where a tile of rows begins,
-TILE_SHARED = 0.10  # of its part that all tiles have in common,
+TILE_STEPS = (0.01, 0.03, 0.1)  # of one where a tile of rows begins: the warm-up picks,
+BLIND_TILE_STEP = 0.05  # or without one, this.
+TILE_OWN = 0.15  # share of a tile's step that it does not have in common with the others
 ONE_ROW_STEP = 0.10  # and of one from one row (plain decoding) to two
 SCALE_DOUBT = 0.15  # a warm-up round may be this much slower than a served one, at all widths
 TILT_DOUBT = 0.10  # and the dearest width this much further off than the cheapest
@@ -35,9 +36,10 @@ START_ROUNDS = 12
 DRIFT_TILT = 0.001  # the price of a row (at the cap, relative to the round),
 DRIFT_SHAPE = 0.01  # and its shape, as a share of the prior's std
 CONTEXT_TILT = 0.05  # doubt of the tilt for each doubling of the context away from a knot
-BLIND_SLOPE = 0.02  # without any prior: a row costs this share of a round,
-BLIND_TILT = 0.5  # or not at all like that (std at the cap, relative to the round)
-NOISE_START = 0.05  # timing noise, relative, when there is no warm-up; then learned
+BLIND_SLOPE = 0.04  # without any prior: a row costs this share of a round,
+BLIND_TILT = 2.0  # or not at all like that (std at the cap, relative to the round)
+NOISE_START = 0.05  # timing noise of served rounds, relative, at least; then learned,
+NOISE_RATE = 0.05  # by steps of this share
 WARMUP_NOISES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15)  # the candidates for the warm-up's
 NOISE_RANGE = (0.005, 0.3)
 CLIP = 2.5  # a residual beyond this many sigmas counts for less, the less the further
@@ -62,7 +64,7 @@ class Knot:
     tilt_doubt: float
 
 
-def shape_kernel(cap: int, tile: int) -> np.ndarray:
+def shape_kernel(cap: int, tile: int, tile_step: float) -> np.ndarray:
     """Covariance [cap+1, cap+1] of how a price curve departs from a straight line.
 
     It bends at any width, steps a little between any two, and steps more where a tile of rows
@@ -73,13 +75,13 @@ def shape_kernel(cap: int, tile: int) -> np.ndarray:
     bends = np.maximum(width[:, None] - np.arange(1, cap), 0.0)  # [cap+1, knots]
     stair = (width // tile).astype(float)
     var = np.full(cap + 1, STEP**2)
-    var[tile::tile] += TILE_STEP**2
+    var[tile::tile] += (TILE_OWN * tile_step) ** 2
     var[0] = 0.0
     var[1:2] += ONE_ROW_STEP**2
     total = np.cumsum(var)
     return (
         BEND**2 * bends @ bends.T
-        + TILE_SHARED**2 * np.outer(stair, stair)
+        + tile_step**2 * np.outer(stair, stair)
         + np.minimum.outer(total, total)
     )
 
@@ -91,21 +93,21 @@ def tilt_of(curve: np.ndarray) -> np.ndarray:
     return tilt / tilt[-1] if len(curve) > 1 else tilt
 
 
-def smooth(rows: Sequence[PriorRow], cap: int, tile: int) -> Knot:
-    """Noisy timings at one context to a price curve for every width, with its covariance.
+def smooth(rows: Sequence[PriorRow], cap: int, shape: np.ndarray) -> tuple[float, Knot]:
+    """Noisy timings at one context to (log evidence, a price curve for every width).
 
-    A Gaussian process with the kernel of this module; the timing noise is the one under which
-    the rows are most likely.
+    A Gaussian process whose curves are straight lines plus `shape`, [cap+1, cap+1]; the timing
+    noise is the one under which the rows are most likely.
     """
     widths = np.array([row[0] for row in rows])
     ms = np.array([row[2] for row in rows])
     scale = float(np.median(ms))
     tilt = np.arange(cap + 1) / max(cap, 1)
-    prior = 1.0 + np.outer(tilt, tilt) + shape_kernel(cap, tile)
+    prior = 1.0 + np.outer(tilt, tilt) + shape
     y = ms / scale - 1.0
     best: tuple[float, float, np.ndarray, np.ndarray] | None = None
     for noise in WARMUP_NOISES:
-        gram = prior[np.ix_(widths, widths)] + noise**2 * np.eye(len(y))
+        gram = prior[np.ix_(widths, widths)] + np.diag((noise * ms / scale) ** 2)
         chol = np.linalg.cholesky(gram)
         white = np.linalg.solve(chol, y)
         evidence = -0.5 * white @ white - np.log(np.diag(chol)).sum()
@@ -113,10 +115,10 @@ def smooth(rows: Sequence[PriorRow], cap: int, tile: int) -> Knot:
             cross = np.linalg.solve(chol, prior[widths])
             best = (float(evidence), noise, cross.T @ white, prior - cross.T @ cross)
     assert best is not None
-    _, noise, mean, cov = best
+    evidence, noise, mean, cov = best
     curve = np.maximum.accumulate(scale * np.maximum(1.0 + mean, 0.05))
     cov = cov * np.outer(scale / curve, scale / curve)
-    return Knot(rows[0][1], curve, cov, noise, TILT_DOUBT)
+    return evidence, Knot(rows[0][1], curve, cov, noise, TILT_DOUBT)
 
 
 class CostModel:
@@ -126,12 +128,25 @@ class CostModel:
         self.cap = cap
         self.tile = tile
         self.known = bool(prior)  # are there any real milliseconds yet?
-        contexts = sorted({row[1] for row in prior})
-        self.knots = [smooth([r for r in prior if r[1] == c], cap, tile) for c in contexts]
-        if not self.knots:
+        if self.known:
+            self._take_warmup(prior)
+        else:
+            self._shape = shape_kernel(cap, tile, BLIND_TILE_STEP)
             curve = 1.0 + BLIND_SLOPE * np.arange(cap + 1)
-            self.knots = [Knot(0, curve, shape_kernel(cap, tile), NOISE_START, BLIND_TILT)]
+            self.knots = [Knot(0, curve, self._shape, NOISE_START, BLIND_TILT)]
         self._reset()
+
+    def _take_warmup(self, prior: Sequence[PriorRow]) -> None:
+        """A knot for each context; steps as high as makes all its timings most likely."""
+        contexts = sorted({row[1] for row in prior})
+        best = -math.inf
+        for step in TILE_STEPS:
+            shape = shape_kernel(self.cap, self.tile, step)
+            fits = [smooth([r for r in prior if r[1] == c], self.cap, shape) for c in contexts]
+            evidence = sum(fit[0] for fit in fits)
+            if evidence > best:
+                best, self._shape = evidence, shape
+                self.knots = [fit[1] for fit in fits]
 
     def _reset(self) -> None:
         """Back to the knots: nothing observed since."""
@@ -140,7 +155,7 @@ class CostModel:
         self._residuals: list[float] = []
         self.jumps = 0
         self._rounds = 0
-        self.noise = max(knot.noise for knot in self.knots)
+        self.noise = max(NOISE_START, *(knot.noise for knot in self.knots))
         self.m = np.ones(self.cap + 1)
         self.cov = np.eye(self.cap + 1)
 
@@ -152,12 +167,10 @@ class CostModel:
         far = CONTEXT_TILT * min(abs(octaves(knot.context_length, context_length)), 4.0)
         self.cov = knot.cov + SCALE_DOUBT**2 + (doubt**2 + far**2) * np.outer(tilt, tilt)
         self._drift = (
-            DRIFT_SCALE**2
-            + DRIFT_TILT**2 * np.outer(tilt, tilt)
-            + DRIFT_SHAPE**2 * shape_kernel(self.cap, self.tile)
+            DRIFT_SCALE**2 + DRIFT_TILT**2 * np.outer(tilt, tilt) + DRIFT_SHAPE**2 * self._shape
         )
         self._jump = JUMP_SCALE**2 + JUMP_TILT**2 * np.outer(tilt, tilt)
-        self._jump += shape_kernel(self.cap, self.tile)
+        self._jump += self._shape
         self._tilt = tilt
         self.m = np.ones(self.cap + 1)
         self.at = context_length
@@ -240,7 +253,7 @@ class CostModel:
         """Follows the median of |error| (0.6745 sigma): an outlier moves it no more than any."""
         share = self.noise * self.noise / var  # how much of the residual's variance is noise
         typical = 0.6745 * self.noise / math.sqrt(share)
-        step = 0.05 * share
+        step = NOISE_RATE * share
         self.noise *= 1.0 + (step if error > typical else -step)
         self.noise = min(max(self.noise, NOISE_RANGE[0]), NOISE_RANGE[1])
 

@@ -20,10 +20,11 @@ from dflash_jax.pricing.trust import Trust
 MEMORY = 1.0 - 1.0 / 200.0  # of λ, per round
 FIRST_ROUNDS = 2.0  # the first round's own best ratio counts as so many rounds of λ
 KEPT_ROUNDS = 30.0  # a record's λ counts as at most so many rounds of the next stream
-OPTIMISM = 0.25  # stds of doubt by which a width's price is taken to be nearer the usual width's
+SURE_MOST = 0.03  # but never more than so much of the price: ignorance is no reason to stay
+SURE = 1.0  # stds of doubt up to which a price is taken to equal the usual width's
 JUMP_MEMORY = 0.05  # how much of λ's memory a jump of the prices leaves
 PROBES = 4  # most rounds spent on timing other widths when prices are unknown or have jumped,
-PROBE_DOUBT = 0.10  # as long as the extra price is in more doubt than this (relative std)
+PROBE_DOUBT = 0.15  # as long as the extra price is in more doubt than this (relative std)
 
 
 def best_width(expected: np.ndarray, prices: np.ndarray, rate: float) -> int:
@@ -74,7 +75,10 @@ class Renewal(Rule):
         usual = prices[self._usual]
         added = prices - usual
         luck = self._doubt * usual
-        added -= np.minimum(np.maximum(added, -luck), luck)
+        size = np.maximum(np.abs(added), luck)
+        size += 1e-12
+        luck *= luck
+        added *= 1.0 - luck / (size * size)
         return added + usual
 
     def _probe(self, width: int, n: int) -> int:
@@ -114,7 +118,7 @@ class Renewal(Rule):
                 self._tokens *= JUMP_MEMORY
                 self._widths *= JUMP_MEMORY
             self._usual = round(float(self._widths @ self._every) / float(self._widths.sum()))
-            self._doubt = OPTIMISM * self.cost.doubt(self._usual)
+            self._doubt = np.minimum(SURE * self.cost.doubt(self._usual), SURE_MOST)
 
     def _save_band(self) -> None:
         """Puts what is believed now under the band of the last observation."""
