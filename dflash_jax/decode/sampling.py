@@ -18,8 +18,9 @@ GREEDY_TEMPERATURE = 1e-5
 TOP_K_OFF = 0
 # Up to this top-k, a draw looks at the highest logits alone.
 FEW = 64
-# What float32 and int32 hold; both are as good as no limit.
-_HOTTEST = float(np.finfo(np.float32).max)
+# Draws are uniform long before; an infinite temperature would make NaNs of filtered tokens' -inf,
+# and one near float32's largest flushes all scores to 0, so that the filters keep everything.
+_HOTTEST = 1e30
 _LARGEST_TOP_K = 2**31 - 1
 
 
@@ -56,7 +57,6 @@ class Sampling:
     def arrays(self) -> SamplingArrays:
         """What the compiled functions take, NumPy."""
         return SamplingArrays(
-            # An infinite temperature would make filtered tokens' -inf a NaN, which wins.
             temperature=np.float32(0 if self.greedy else min(self.temperature, _HOTTEST)),
             top_k=np.int32(min(max(self.top_k, TOP_K_OFF), _LARGEST_TOP_K)),
             top_p=np.float32(self.top_p),

@@ -285,7 +285,7 @@ def test_drafting_without_a_drafter_is_refused_and_plain_decoding_works():
         LoneDriver(bare, rule="fixed:3")
     driver = LoneDriver(bare, rule="fixed:0")
     tokens, _, _ = tiny.decode(driver, Request(tiny.prompt_of(33), SAMPLINGS["seed 1"], 24))
-    # Taps are not computed here, and the bits are those of a decoder that computes them.
+    # Not a word about taps: these programs do not compute them.
     assert tokens == plain(33, "seed 1")[0][:24]
 
 
