@@ -8,10 +8,7 @@ r"""Decodes prompts with a target and its drafter, one stream at a time.
 from __future__ import annotations
 
 import dataclasses
-import json
-import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,11 +18,13 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from dflash_jax import platform
-from dflash_jax.checkpoints.target import Target
+from dflash_jax.bench.records import Lines, decode, reply_record, round_record
+from dflash_jax.checkpoints import Target, Tokenizer
 from dflash_jax.decode.executables import CompileCounter
 from dflash_jax.decode.sampling import Sampling
-from dflash_jax.engine import LoneDriver, Request, RoundRecord, Stream
+from dflash_jax.engine import LoneDriver, Request, RoundRecord
 from dflash_jax.engine.loading import ModelConfig, load_models, prepare_models
+from dflash_jax.engine.prompts import encode_prompt, read_prompt_file, require_room
 from dflash_jax.errors import InputError, one_line_errors
 from dflash_jax.tree.growth import CAP
 
@@ -76,137 +75,13 @@ class Options:
         return cls(rule, cap, widths, sampling, _MAX_TOKENS.value, _CHAT.value)
 
 
-def read_prompts(target: Target, chat: bool) -> list[list[int]]:
+def read_prompts(tokenizer: Tokenizer, chat: bool) -> list[list[int]]:
     """The prompts of the flags, as token ids."""
     if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
         raise InputError("give --prompt or --prompt_file, one of the two")
     if _PROMPT.value is not None:
-        return [encode(target, {"prompt": _PROMPT.value}, chat)]
-    prompts = []
-    try:
-        with open(_PROMPT_FILE.value, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{_PROMPT_FILE.value}:{number}"
-                    prompts.append(encode(target, _parsed(line, where), chat, where))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompt_file={_PROMPT_FILE.value}: {error}") from error
-    if not prompts:
-        raise InputError(f"--prompt_file={_PROMPT_FILE.value} has no prompt in it")
-    return prompts
-
-
-def _parsed(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where} is no JSON object: {error}") from error
-    if not isinstance(record, dict):
-        raise InputError(f"{where} is no JSON object")
-    return record
-
-
-def encode(
-    target: Target, record: dict[str, Any], chat: bool, where: str = "--prompt"
-) -> list[int]:
-    """Token ids of a record with one of `prompt`, `messages`, `tokens`."""
-    given = [name for name in ("prompt", "messages", "tokens") if name in record]
-    if len(given) != 1:
-        raise InputError(f"{where}: give one of prompt, messages or tokens")
-    value = record[given[0]]
-    if given[0] == "tokens":
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise InputError(f"{where}: tokens must be a list of whole numbers")
-        return value
-    if given[0] == "messages":
-        return target.tokenizer.encode_chat(value)
-    if not isinstance(value, str) or not value:
-        raise InputError(f"{where}: the prompt must be a text that is not empty")
-    if chat:
-        return target.tokenizer.encode_chat([{"role": "user", "content": value}])
-    return target.tokenizer.encode(value)
-
-
-def trace_line(record: RoundRecord) -> dict[str, Any]:
-    """A round for --trace_out; `scripts/replay.py` reads it."""
-    tree = record.tree
-    return {
-        "context_length": record.context_length,
-        "width": record.width,
-        "parents": tree.parents.tolist(),
-        "depths": tree.depths.tolist(),
-        "tokens": tree.tokens.tolist(),
-        "own": [round(float(x), 6) for x in tree.own],
-        "chances": [round(float(x), 6) for x in record.chances],
-        "landed": record.landed.tolist(),
-        "emitted": list(record.tokens),
-        "round_ms": round(record.round_ms, 4),
-        "host_ms": round(record.host_ms, 4),
-        "sample": record.sample,
-    }
-
-
-def summary(
-    stream: Stream,
-    prompt: list[int],
-    records: list[RoundRecord],
-    target: Target,
-    decode_s: float,
-    compiles: int,
-) -> dict[str, Any]:
-    """A reply for --json_out."""
-    first, rounds = records[0], records[1:]
-    seconds = decode_s
-    decoded = len(stream.tokens) - len(first.tokens)
-    widths = Counter(record.width for record in rounds)
-    return {
-        "prompt_tokens": len(prompt),
-        "tokens": stream.tokens,
-        "text": target.tokenizer.decode(stream.tokens),
-        "finish_reason": stream.finish_reason,
-        "token_sha256": stream.token_sha256,
-        "rounds": len(rounds),
-        "tokens_per_round": round(decoded / len(rounds), 4) if rounds else None,
-        "widths": {str(width): widths[width] for width in sorted(widths)},
-        "ttft_s": round(first.round_ms / 1e3, 4),
-        "decode_s": round(seconds, 4),
-        "decode_tok_s": round(decoded / seconds, 3) if rounds else None,
-        "round_ms": _median([record.round_ms for record in rounds]),
-        "host_ms": _median([record.host_ms for record in rounds]),
-        "compiles_after_warmup": compiles,
-    }
-
-
-def _median(values: list[float]) -> float | None:
-    return round(statistics.median(values), 4) if values else None
-
-
-class Lines:
-    """A JSON-lines file, or nothing; every line is on disk before the next is made."""
-
-    def __init__(self, path: str | None, flag: str) -> None:
-        self._path, self._flag = path, flag
-        self._file = None
-        if path:
-            try:
-                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
-            except OSError as error:
-                raise InputError(f"--{flag}={path}: {error.strerror}") from error
-
-    def write(self, record: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise InputError(
-                f"--{self._flag}={self._path}: {error.strerror}; earlier lines are kept"
-            ) from error
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        return [encode_prompt({"prompt": _PROMPT.value}, tokenizer, chat, "--prompt")]
+    return read_prompt_file(_PROMPT_FILE.value, tokenizer, chat)
 
 
 def decode_all(
@@ -218,13 +93,9 @@ def decode_all(
         request = Request(
             tuple(prompt), options.sampling, options.max_tokens, target.stop_token_ids
         )
-        with driver.stream(request) as stream:
-            rounds = stream.rounds()
-            records = [next(rounds)]
-            begin = time.perf_counter()
-            records += rounds
-            seconds = time.perf_counter() - begin
-        yield summary(stream, prompt, records, target, seconds, counter.count), records
+        stream, rounds, seconds = decode(driver, request)
+        reply = reply_record(stream, prompt, rounds, target.tokenizer, seconds, counter.count)
+        yield reply, rounds
 
 
 def run(options: Options, found: platform.Platform) -> None:
@@ -236,13 +107,8 @@ def run(options: Options, found: platform.Platform) -> None:
     config = ModelConfig.from_config(_CONFIG.value)
     # Plain decoding loads the drafter too: the target's programs are then the same, taps included.
     models = load_models(config)
-    prompts = read_prompts(models.target, options.chat)
-    for prompt in prompts:
-        if len(prompt) >= config.context_limit:
-            raise InputError(
-                f"a prompt of {len(prompt)} tokens leaves no room in the context of "
-                f"{config.context_limit} (--config.context_limit)"
-            )
+    prompts = read_prompts(models.target.tokenizer, options.chat)
+    require_room(prompts, config.context_limit)
     bar = rich.progress.Progress(console=console, transient=True)
     with found.warmup_lock(), bar:
         task = bar.add_task("compiling", total=None)
@@ -267,7 +133,7 @@ def run(options: Options, found: platform.Platform) -> None:
     for reply, records in decode_all(driver, models.target, prompts, options):
         json_out.write(reply)
         for record in records[1:]:
-            trace_out.write(trace_line(record))
+            trace_out.write(round_record(record))
         if not _QUIET.value:
             print(reply["text"])
         rate = reply["decode_tok_s"] or 0.0

@@ -1,0 +1,106 @@
+"""Records of replies and rounds, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+from dflash_jax.checkpoints.tokenizer import Tokenizer
+from dflash_jax.engine import LoneDriver, Request, RoundRecord, Stream
+from dflash_jax.errors import InputError
+
+
+def decode(driver: LoneDriver, request: Request) -> tuple[Stream, list[RoundRecord], float]:
+    """A whole reply: finished stream, rounds, seconds from the first token to the last."""
+    with driver.stream(request) as stream:
+        rounds = stream.rounds()
+        records = [next(rounds)]
+        begin = time.perf_counter()
+        records += rounds
+        seconds = time.perf_counter() - begin
+    return stream, records, seconds
+
+
+def round_record(record: RoundRecord) -> dict[str, Any]:
+    """A round for --trace_out; `scripts/replay.py` reads it."""
+    tree = record.tree
+    return {
+        "context_length": record.context_length,
+        "width": record.width,
+        "parents": tree.parents.tolist(),
+        "depths": tree.depths.tolist(),
+        "tokens": tree.tokens.tolist(),
+        "own": [round(float(x), 6) for x in tree.own],
+        "chances": [round(float(x), 6) for x in record.chances],
+        "landed": record.landed.tolist(),
+        "emitted": list(record.tokens),
+        "round_ms": round(record.round_ms, 4),
+        "host_ms": round(record.host_ms, 4),
+        "sample": record.sample,
+    }
+
+
+def reply_record(
+    stream: Stream,
+    prompt: list[int],
+    records: list[RoundRecord],
+    tokenizer: Tokenizer,
+    decode_s: float,
+    compiles: int,
+) -> dict[str, Any]:
+    """A reply for --json_out."""
+    first, rounds = records[0], records[1:]
+    seconds = decode_s
+    decoded = len(stream.tokens) - len(first.tokens)
+    widths = Counter(record.width for record in rounds)
+    return {
+        "prompt_tokens": len(prompt),
+        "tokens": stream.tokens,
+        "text": tokenizer.decode(stream.tokens),
+        "finish_reason": stream.finish_reason,
+        "token_sha256": stream.token_sha256,
+        "rounds": len(rounds),
+        "tokens_per_round": round(decoded / len(rounds), 4) if rounds else None,
+        "widths": {str(width): widths[width] for width in sorted(widths)},
+        "ttft_s": round(first.round_ms / 1e3, 4),
+        "decode_s": round(seconds, 4),
+        "decode_tok_s": round(decoded / seconds, 3) if rounds else None,
+        "round_ms": _median([record.round_ms for record in rounds]),
+        "host_ms": _median([record.host_ms for record in rounds]),
+        "compiles_after_warmup": compiles,
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 4) if values else None
+
+
+class Lines:
+    """A JSON-lines file, or nothing; every line is on disk before the next is made."""
+
+    def __init__(self, path: str | None, flag: str) -> None:
+        self._path, self._flag = path, flag
+        self._file = None
+        if path:
+            try:
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            except OSError as error:
+                raise InputError(f"--{flag}={path}: {error.strerror}") from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise InputError(
+                f"--{self._flag}={self._path}: {error.strerror}; earlier lines are kept"
+            ) from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

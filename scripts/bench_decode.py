@@ -1,0 +1,250 @@
+r"""Decodes the same prompts under several rules, side by side: equal hashes, and the rates.
+
+    python scripts/bench_decode.py --rules=fixed:0,renewal --show_text
+    python scripts/bench_decode.py --rules=all --seeds=1,2 --record=docs/receipts/decode_cpu
+
+Rules take turns within each prompt, so that a machine whose speed drifts is fair to all. The exit
+status is 1 when two rules gave different tokens.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import platform as host
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+import jax
+import rich.console
+import rich.progress
+import rich.table
+from absl import app, flags
+from ml_collections import config_flags
+
+from dflash_jax import platform
+from dflash_jax.bench.records import Lines, decode, reply_record
+from dflash_jax.checkpoints import embedded_path
+from dflash_jax.decode.executables import CompileCounter
+from dflash_jax.decode.sampling import Sampling
+from dflash_jax.engine import LoneDriver, Request
+from dflash_jax.engine.loading import ModelConfig, Models, load_models, prepare_models
+from dflash_jax.engine.prompts import read_prompt_file, require_room
+from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax.tree.growth import CAP
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
+_PROMPTS = flags.DEFINE_string("prompt_file", "configs/prompts/bench.jsonl", "JSON lines.")
+_COUNT = flags.DEFINE_integer("count", 0, "Prompts to use, from the first; 0 is all.")
+_RULES = flags.DEFINE_list("rules", ["fixed:0", "renewal"], "Rules, or `all` widths and renewal.")
+_SEEDS = flags.DEFINE_list("seeds", [], "Also sampled at temperature 1.0, top-k 20, top-p 0.95.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most new tokens a reply.")
+_REPEATS = flags.DEFINE_integer("repeats", 1, "Times each reply is decoded.", lower_bound=1)
+_RECORD = flags.DEFINE_string("record", None, "Writes RECORD.jsonl and RECORD.md.")
+_PEER = flags.DEFINE_bool("peer", False, "Also decodes with llama-cpp-python, greedy.")
+_SHOW_TEXT = flags.DEFINE_bool("show_text", False, "Prints the replies.")
+_PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "Where to run.")
+
+PLAIN = "fixed:0"
+
+
+def rules() -> list[str]:
+    names = _RULES.value
+    if names == ["all"]:
+        return [f"fixed:{width}" for width in range(CAP + 1)] + ["renewal"]
+    return names
+
+
+def samplings() -> dict[str, Sampling]:
+    found = {"greedy": Sampling()}
+    for seed in _SEEDS.value:
+        if not seed.isdecimal():
+            raise InputError(f"--seeds={','.join(_SEEDS.value)}: give whole numbers")
+        found[f"seed {seed}"] = Sampling(1.0, 20, 0.95, seed=int(seed))
+    return found
+
+
+class Bench:
+    """Decodes each (prompt, sampling) under every rule, and adds up."""
+
+    def __init__(self, models: Models, drivers: dict[str, LoneDriver], lines: Lines) -> None:
+        self._models, self._drivers, self._lines = models, drivers, lines
+        self._compiles = CompileCounter()
+        self.totals: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        self.widths: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self.unequal: list[str] = []
+
+    def run(self, number: int, prompt: list[int], name: str, sampling: Sampling) -> list[str]:
+        """All rules over one prompt; the distinct texts (one, if all is well)."""
+        texts: dict[str, str] = {}
+        for rule, driver in self._drivers.items():
+            request = Request(
+                tuple(prompt), sampling, _MAX_TOKENS.value, self._models.target.stop_token_ids
+            )
+            stream, rounds, seconds = decode(driver, request)
+            reply = reply_record(
+                stream,
+                prompt,
+                rounds,
+                self._models.target.tokenizer,
+                seconds,
+                self._compiles.count,
+            )
+            texts[reply["token_sha256"]] = reply.pop("text")
+            reply["tokens"] = len(reply["tokens"])
+            self._lines.write({"prompt": number, "sampling": name, "rule": rule, **reply})
+            self._add(name, rule, reply)
+        if len(texts) > 1:
+            self.unequal.append(f"prompt {number}, {name}")
+        return list(texts.values())
+
+    def _add(self, name: str, rule: str, reply: dict[str, Any]) -> None:
+        total = self.totals[name, rule]
+        total["tokens"].append(reply["tokens"] - 1)
+        total["rounds"].append(reply["rounds"])
+        total["seconds"].append(reply["decode_s"])
+        if reply["rounds"]:
+            total["round_ms"].append(reply["round_ms"])
+            total["host_ms"].append(reply["host_ms"])
+        self.widths[name, rule].update(reply["widths"])
+
+    @property
+    def compiles(self) -> int:
+        return self._compiles.count
+
+
+def peer_rate(prompts: list[list[int]]) -> float:
+    """llama.cpp's plain greedy tokens per second on the embedded file, after the first token."""
+    from dflash_jax.bench.llama_cpp_parity import open_peer
+
+    peer = open_peer(embedded_path(), threads=2)
+    tokens, seconds = 0, 0.0
+    for prompt in prompts:
+        peer.reset()
+        generated = peer.generate(prompt, temp=0.0)
+        next(generated)
+        begin = time.perf_counter()
+        for count, _ in enumerate(generated, 1):
+            if count >= _MAX_TOKENS.value - 1:
+                break
+        seconds += time.perf_counter() - begin
+        tokens += count
+    return tokens / seconds
+
+
+def table_rows(bench: Bench, names: list[str], wanted: list[str]) -> list[list[str]]:
+    rows = []
+    for name in names:
+        plain = bench.totals.get((name, PLAIN))
+        plain_rate = sum(plain["tokens"]) / sum(plain["seconds"]) if plain else None
+        for rule in wanted:
+            total = bench.totals[name, rule]
+            rate = sum(total["tokens"]) / sum(total["seconds"])
+            widths = bench.widths[name, rule]
+            common = " ".join(f"{width}:{count}" for width, count in widths.most_common(6))
+            rows.append(
+                [
+                    name,
+                    rule,
+                    f"{rate:.1f}",
+                    f"{rate / plain_rate:.2f}" if plain_rate else "",
+                    f"{sum(total['tokens']) / max(sum(total['rounds']), 1):.2f}",
+                    f"{statistics.median(total['round_ms']):.1f}" if total["round_ms"] else "",
+                    f"{statistics.median(total['host_ms']):.2f}" if total["host_ms"] else "",
+                    common if rule != PLAIN else "",
+                ]
+            )
+    return rows
+
+
+HEADINGS = ["draws", "rule", "tok/s", "× plain", "tokens a round", "round ms", "host ms", "widths"]
+
+
+def write_record(path: str, rows: list[list[str]], notes: list[str]) -> None:
+    lines = [
+        "# Decoding under several rules",
+        "",
+        "```",
+        " ".join(["python", *sys.argv]),
+        "```",
+        "",
+    ]
+    lines += [f"- {note}" for note in notes]
+    lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def peak_memory_gb() -> float:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def run(found: platform.Platform) -> int:
+    console = rich.console.Console(stderr=True)
+    config = ModelConfig.from_config(_CONFIG.value)
+    wanted, draws = rules(), samplings()
+    lines = Lines(f"{_RECORD.value}.jsonl" if _RECORD.value else None, "record")
+    begin = time.perf_counter()
+    models = load_models(config)
+    prompts = read_prompt_file(_PROMPTS.value, models.target.tokenizer)
+    prompts = prompts[: _COUNT.value or None]
+    require_room(prompts, config.context_limit)
+    bar = rich.progress.Progress(console=console, transient=True)
+    with found.warmup_lock(), bar:
+        task = bar.add_task("compiling", total=None)
+        decoder = prepare_models(
+            models,
+            config.context_limit,
+            say=console.print,
+            progress=lambda name, done, total: bar.update(task, completed=done, total=total),
+        )
+    ready_s = time.perf_counter() - begin
+    drivers = {rule: LoneDriver(decoder, rule=rule, landing=models.landing()) for rule in wanted}
+    bench = Bench(models, drivers, lines)
+    total = len(prompts) * len(draws) * _REPEATS.value
+    with rich.progress.Progress(console=console, transient=True) as bar:
+        task = bar.add_task("decoding", total=total)
+        for _ in range(_REPEATS.value):
+            for number, prompt in enumerate(prompts):
+                for name, sampling in draws.items():
+                    texts = bench.run(number, prompt, name, sampling)
+                    if _SHOW_TEXT.value:
+                        print("\n".join(texts), end="\n\n", flush=True)
+                    bar.advance(task)
+    lines.close()
+    rows = table_rows(bench, list(draws), wanted)
+    notes = [
+        f"jax {jax.__version__} on {found.name}, Python {host.python_version()}, "
+        f"{models.target.name}; ready after {ready_s:.1f} s",
+        f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, "
+        f"up to {_MAX_TOKENS.value} new ones, {_REPEATS.value} times",
+        f"compilations after warm-up: {bench.compiles}; peak resident memory "
+        f"{peak_memory_gb():.2f} GB",
+        "token_sha256 equal under every rule: "
+        + ("yes, all" if not bench.unequal else "NO: " + "; ".join(bench.unequal)),
+    ]
+    if _PEER.value:
+        notes.append(f"llama-cpp-python, plain, 2 threads: {peer_rate(prompts):.1f} tok/s")
+    show = rich.table.Table(*HEADINGS)
+    for row in rows:
+        show.add_row(*row)
+    rich.console.Console().print(show, *notes, sep="\n")
+    if _RECORD.value:
+        write_record(_RECORD.value, rows, notes)
+    return 1 if bench.unequal else 0
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    with one_line_errors():
+        sys.exit(run(platform.initialize(_PLATFORM.value)))
+
+
+if __name__ == "__main__":
+    app.run(main)
