@@ -14,10 +14,10 @@ from typing import Any
 
 import rich.console
 import rich.progress
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
-from dflash_jax import platform
+from dflash_jax import entry, platform
 from dflash_jax.bench.records import Lines, decode, reply_record, round_record
 from dflash_jax.checkpoints import Target, Tokenizer
 from dflash_jax.decode.executables import CompileCounter
@@ -25,7 +25,8 @@ from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import LoneDriver, Request, RoundRecord
 from dflash_jax.engine.loading import ModelConfig, load_models, prepare_models
 from dflash_jax.engine.prompts import encode_prompt, read_prompt_file, require_room
-from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax.errors import InputError
+from dflash_jax.pricing import make_rule
 from dflash_jax.tree.growth import CAP
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
@@ -69,6 +70,7 @@ class Options:
             rule, widths = f"fixed:{int(width)}", (0, int(width))
         else:
             raise InputError(f"--width={width}: give auto, or a number from 0 to --cap={cap}")
+        make_rule(rule, cap=cap)  # an unknown one is an error now, not after compiling
         sampling = Sampling(
             _TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _MIN_P.value, _SEED.value
         )
@@ -85,15 +87,13 @@ def read_prompts(tokenizer: Tokenizer, chat: bool) -> list[list[int]]:
 
 
 def decode_all(
-    driver: LoneDriver, target: Target, prompts: list[list[int]], options: Options
+    driver: LoneDriver, target: Target, requests: list[Request]
 ) -> Iterator[tuple[dict[str, Any], list[RoundRecord]]]:
-    """Decodes the prompts in turn; (summary, rounds) of each."""
+    """Decodes the requests in turn; (summary, rounds) of each."""
     counter = CompileCounter()
-    for prompt in prompts:
-        request = Request(
-            tuple(prompt), options.sampling, options.max_tokens, target.stop_token_ids
-        )
+    for request in requests:
         stream, rounds, seconds = decode(driver, request)
+        prompt = list(request.prompt)
         reply = reply_record(stream, prompt, rounds, target.tokenizer, seconds, counter.count)
         yield reply, rounds
 
@@ -109,6 +109,12 @@ def run(options: Options, found: platform.Platform) -> None:
     models = load_models(config)
     prompts = read_prompts(models.target.tokenizer, options.chat)
     require_room(prompts, config.context_limit)
+    stops = models.target.stop_token_ids
+    requests = [
+        Request(tuple(prompt), options.sampling, options.max_tokens, stops) for prompt in prompts
+    ]
+    if models.drafter is None and options.rule != "fixed:0":
+        raise InputError("the config names no drafter: give one, or --width=0")
     bar = rich.progress.Progress(console=console, transient=True)
     with found.warmup_lock(), bar:
         task = bar.add_task("compiling", total=None)
@@ -130,7 +136,7 @@ def run(options: Options, found: platform.Platform) -> None:
         f"{models.target.name}: ready in {time.perf_counter() - begin:.1f} s; widths "
         f"{decoder.check.widths} give plain decoding's bits"
     )
-    for reply, records in decode_all(driver, models.target, prompts, options):
+    for reply, records in decode_all(driver, models.target, requests):
         json_out.write(reply)
         for record in records[1:]:
             trace_out.write(round_record(record))
@@ -150,10 +156,9 @@ def run(options: Options, found: platform.Platform) -> None:
 
 def main(argv: list[str]) -> None:
     del argv
-    with one_line_errors():
-        options = Options.from_flags()
-        run(options, platform.initialize(_PLATFORM.value))
+    options = Options.from_flags()
+    run(options, platform.initialize(_PLATFORM.value))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)
