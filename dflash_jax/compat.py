@@ -21,6 +21,19 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def allow_donation(backend: str) -> None:
+    """Lets JAX donate buffers on a plugin's platform, so that a cache is updated in place.
+
+    JAX marks donated inputs only for the platforms of a list of its own, which lacks the Intel
+    ones; elsewhere it warns and copies. Their runtime is the one of CUDA, which knows the mark.
+    """
+    from jax._src.interpreters import mlir
+
+    platforms = getattr(mlir, "_platforms_with_donation", None)
+    if platforms is not None and backend not in platforms:
+        platforms.append(backend)
+
+
 @contextlib.contextmanager
 def quiet_plugin_discovery() -> Iterator[None]:
     """Keeps JAX from logging, with a traceback, that a plugin nobody asked for did not load."""

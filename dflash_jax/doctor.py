@@ -1,8 +1,10 @@
-"""Says whether decoding will work here: `python -m dflash_jax.doctor [--platform=xpu] [--json]`.
+"""Says whether decoding will work here.
+
+    python -m dflash_jax.doctor [--platform=xpu] [--config=configs/smollm2.py] [--json]
 
 Looks at versions, plugins, their shared libraries, devices, memory and cache directories, then
-proves the row table and decodes one round on a tiny random model. Exit status 0: decoding works.
-1: it does not, and a line says why.
+proves the row table and decodes a few rounds: of a tiny random model, or of a config's. Exit
+status 0: decoding works. 1: it does not, and a line says why.
 """
 
 from __future__ import annotations
@@ -14,19 +16,28 @@ import os
 import platform as host_platform
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import app, flags
+from ml_collections import config_flags
 
 from dflash_jax import __version__, caches, platform, plugins
 from dflash_jax.errors import InputError, one_line_errors
 
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "The backend to examine.")
 _CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Where compiled programs are kept.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Models to try, such as configs/smollm2.py; a tiny random one without."
+)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of lines.")
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "scipy", "ml_dtypes", "safetensors", "gguf")
+
+# Plain, the least drafted, a middle one, the most: each takes seconds to compile.
+_TINY_WIDTHS = (0, 1, 7, 15)
+_TINY_CONTEXT = 512
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 
@@ -115,27 +126,83 @@ def cache_state(found: platform.Platform) -> Finding:
     return Finding("cache", OK if writable else WARNING, detail)
 
 
-def examine(asked: str, cache_dir: str | None) -> Iterator[Finding]:
+def examine(asked: str, cache_dir: str | None, config: Any = None) -> Iterator[Finding]:
     """Gives one finding after the other; stops at the first that makes the rest pointless."""
     # First of all, since it may start this process again.
     try:
         found: platform.Platform | InputError = platform.initialize(asked, cache_dir=cache_dir)
     except InputError as error:
         found = error
-    yield from versions()
+    installed = versions()
+    yield from installed
     yield from plugin_states(asked)
     if isinstance(found, InputError):
         yield Finding("platform", FAILED, str(found))
         return
     yield from devices(found)
     yield cache_state(found)
-    yield from decode_checks(found)
+    if all(finding.state != FAILED for finding in installed):
+        yield from decode_checks(found, config)
 
 
-def decode_checks(found: platform.Platform) -> Iterator[Finding]:
-    """The row table's self-check and one drafted round on a tiny random model."""
-    del found
-    yield Finding("self-check", WARNING, "not part of this version yet")
+def decode_checks(found: platform.Platform, config: Any) -> Iterator[Finding]:
+    """The row table's self-check, and rounds of a smoke run, on a config's models or tiny ones."""
+    # Imported here: the doctor must be able to say that one of their packages is missing.
+    from dflash_jax.engine import smoke
+
+    said: list[str] = []
+    step = "self-check"
+    start = time.perf_counter()
+    try:
+        with found.warmup_lock():
+            model, decoder = _prepared(config, said.append)
+        took = f"{time.perf_counter() - start:.1f} s with compilation"
+        rows = list(decoder.spec.policy.row_counts)
+        detail = f"{model}: widths {list(decoder.check.widths)} give the same bits"
+        said.append(f"{detail}, in windows of {rows} rows; {took}")
+        yield Finding(step, WARNING if len(said) > 1 else OK, "; ".join(said))
+        step = "smoke run"
+        run = smoke.smoke_run(decoder)
+    except (InputError, RuntimeError, MemoryError) as error:  # RuntimeError: XLA's own
+        yield Finding(step, FAILED, "; ".join([*said, _first_line(error)]))
+        return
+    detail = f"{run.rounds} drafted rounds, {run.tokens} tokens, equal to plain decoding's"
+    if not run.rounds:
+        detail = f"no drafter; {run.plain_tokens} tokens, decoded plainly"
+    if run.differences:
+        yield Finding(step, FAILED, "; ".join(run.differences))
+    else:
+        yield Finding(step, OK, detail)
+
+
+def _prepared(config: Any, say: Callable[[str], None]) -> tuple[str, Any]:
+    """(a name, a decoder)."""
+    from dflash_jax.engine import loading, prepare, smoke
+    from dflash_jax.tree.growth import CAP
+
+    if config is None:
+        tiny = smoke.tiny_models(context_limit=_TINY_CONTEXT)
+        return "tiny random model", prepare(
+            tiny.target,
+            tiny.target_params,
+            tiny.drafter,
+            vocab_size=tiny.target.vocab_size,
+            context_limit=_TINY_CONTEXT,
+            widths=_TINY_WIDTHS,
+            time_widths=False,
+            say=say,
+        )
+    chosen = loading.ModelConfig.from_config(config)
+    models = loading.load_models(chosen)
+    widths = range(CAP + 1) if models.drafter else (0,)
+    decoder = loading.prepare_models(
+        models, chosen.context_limit, widths=widths, time_widths=False, say=say
+    )
+    return models.target.name, decoder
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -144,7 +211,7 @@ def main(argv: Sequence[str]) -> None:
         if len(argv) > 1:
             raise InputError(f"unexpected argument {argv[1]!r}; see --help")
     findings = []
-    for finding in examine(_PLATFORM.value, _CACHE_DIR.value):
+    for finding in examine(_PLATFORM.value, _CACHE_DIR.value, _CONFIG.value):
         findings.append(finding)
         if not _JSON.value:
             print(f"{finding.state:8}{finding.name:14}{finding.detail}", flush=True)

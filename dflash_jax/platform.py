@@ -250,6 +250,7 @@ def _configure_jax(backend: str, folder: Path | None, already: bool) -> None:
     if not already:
         # The CPU stays at hand beside a GPU, for host-side references.
         jax.config.update("jax_platforms", "cpu" if backend == "cpu" else f"{backend},cpu")
+    compat.allow_donation(backend)
     jax.config.update("jax_compilation_cache_dir", str(folder) if folder else None)
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -12,6 +12,7 @@ is installed):
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import jax
 from jax import export
 from jaxlib.mlir.dialects import stablehlo
+
+from dflash_jax import compat
 
 PLATFORMS = ("sycl", "cuda", "cpu")
 STABLEHLO_VERSION = "1.7.5"
@@ -40,9 +43,15 @@ def lower(
     platform: str,
     donated: tuple[int, ...] = (),
 ) -> str:
-    """Lowers a function for a platform, with no device of it, and returns StableHLO text."""
+    """Lowers a function for a platform, with no device of it, and returns StableHLO text.
+
+    Raises UserWarning when JAX does not use a donated buffer there.
+    """
+    compat.allow_donation(platform)  # as `platform.initialize` does
     jitted = jax.jit(function, donate_argnums=donated)
-    return export.export(jitted, platforms=[platform])(*inputs).mlir_module()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Some donated buffers were not usable")
+        return export.export(jitted, platforms=[platform])(*inputs).mlir_module()
 
 
 def module_problems(
@@ -71,7 +80,7 @@ def problems(
     for platform in PLATFORMS:
         try:
             module = lower(function, inputs, platform, donated)
-        except (NotImplementedError, ValueError) as error:
+        except (NotImplementedError, ValueError, UserWarning) as error:
             found.append(f"{platform}: does not lower: {str(error).splitlines()[0]}")
             continue
         found += [f"{platform}: {problem}" for problem in module_problems(module)]

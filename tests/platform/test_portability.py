@@ -66,6 +66,12 @@ def test_other_functions_fail(name: str) -> None:
     assert any(problem in line for line in found), found
 
 
+def test_a_donated_buffer_that_is_not_used_fails() -> None:
+    found = portability.problems(lambda x: x[:2], (F32,), donated=(0,))
+    assert len(found) == len(portability.PLATFORMS)
+    assert found[0].startswith("sycl: does not lower: Some donated buffers were not usable")
+
+
 def test_an_op_or_a_version_that_the_plugin_lacks_fails() -> None:
     module = portability.lower(lambda x: jnp.tan(jnp.sort(x)), (F32,), "sycl")
     assert portability.module_problems(module) == []
