@@ -78,6 +78,7 @@ def initialize(
     notes: list[str] = []
     if platform == "auto":
         platform = _auto_from_environment()
+    xla_flags = os.environ.get("XLA_FLAGS")
     for name in _AUTO_ORDER if platform == "auto" else (platform,):
         plugin = plugins.find(name)
         if platform == "auto" and plugin is None:
@@ -88,6 +89,10 @@ def initialize(
             if platform != "auto":
                 raise
             _say(notes, f"platform auto: not using {name}: {reason}")
+            # The GPU's flags are part of the key of the CPU's compiled programs.
+            os.environ.pop("XLA_FLAGS", None)
+            if xla_flags is not None:
+                os.environ["XLA_FLAGS"] = xla_flags
     if notes:
         _say(notes, "platform auto: falling back to the CPU")
     return _start("cpu", None, cache_dir, use_cache, deterministic, restart, notes)
