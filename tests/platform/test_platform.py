@@ -148,6 +148,27 @@ def test_auto_says_aloud_that_it_passes_over_a_broken_plugin(
     assert found.notes == tuple(lines)
 
 
+@pytest.mark.parametrize("flags", [None, "--xla_a=1"])
+def test_auto_takes_the_gpu_s_flags_back(
+    fake: plugins.Plugin, monkeypatch: pytest.MonkeyPatch, flags: str | None
+) -> None:
+    def start(name: str, plugin: plugins.Plugin | None) -> tuple[str, ...]:
+        if plugin is None:
+            return ("cpu:0",)
+        assert "xla_gpu_deterministic_ops=true" in os.environ["XLA_FLAGS"]
+        raise platform._UnusableError("No visible GPU devices")
+
+    monkeypatch.setattr(platform, "_usable_plugin", lambda *_: fake)
+    monkeypatch.setattr(platform, "_configure_jax", lambda *_: None)
+    monkeypatch.setattr(platform, "_start_devices", start)
+    monkeypatch.setattr(platform.compat, "backends_are_initialized", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", flags or "")  # so that it is undone
+    if flags is None:
+        del os.environ["XLA_FLAGS"]
+    assert platform.initialize("auto", use_cache=False).name == "cpu"
+    assert os.environ.get("XLA_FLAGS") == flags
+
+
 def test_restarts_once_with_the_loader_s_path(
     fake: plugins.Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +186,8 @@ def test_restarts_once_with_the_loader_s_path(
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")  # so that the setting is undone
-    monkeypatch.delenv("DFLASH_JAX_LOADER_PATH_SET", raising=False)
+    monkeypatch.setenv("DFLASH_JAX_LOADER_PATH_SET", "")  # likewise
+    del os.environ["DFLASH_JAX_LOADER_PATH_SET"]
     with pytest.raises(InterruptedError):
         platform.initialize("xpu")
     assert started == [[sys.executable, "-m", "some.module", "--flag"]]
@@ -174,7 +196,7 @@ def test_restarts_once_with_the_loader_s_path(
     with pytest.raises(InputError, match=r"start Python with LD_LIBRARY_PATH=/env/lib$"):
         platform.initialize("xpu")
     assert len(started) == 1
-    monkeypatch.delenv("DFLASH_JAX_LOADER_PATH_SET")
+    del os.environ["DFLASH_JAX_LOADER_PATH_SET"]
     monkeypatch.setattr(sys, "orig_argv", ["python", "-"])  # the program came through stdin
     with pytest.raises(InputError, match="start Python with LD_LIBRARY_PATH"):
         platform.initialize("xpu")
