@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class Ratio(Rule):
         table = self._ms or self._start or {n: 1.0}
         widths = sorted(table)
         prices = np.interp(np.arange(n + 1), widths, [table[w] for w in widths])
-        expected = 1.0 + np.concatenate([[0.0], np.cumsum(chances[:n])])
+        expected = 1.0 + np.concatenate([[0.0], np.cumsum(np.nan_to_num(chances[:n]))])
         ratio = expected / prices
         least = min(self.limits.least, n)
         ratio[:least] = 0.0
@@ -90,7 +91,7 @@ class Ratio(Rule):
         sample: bool = True,
     ) -> None:
         self._round += 1
-        if not sample:
+        if not (sample and 0.0 < round_ms < math.inf):
             return
         old = self._ms.get(width, round_ms)
         self._ms[width] = old + TIMING_WEIGHT * (round_ms - old)

@@ -150,6 +150,11 @@ class CostModel:
 
     def _reset(self) -> None:
         """Back to the knots: nothing observed since."""
+        curves = np.maximum.accumulate([knot.curve for knot in self.knots])  # never falls with L
+        self.knots = [
+            dataclasses.replace(knot, curve=curve)
+            for knot, curve in zip(self.knots, curves, strict=True)
+        ]
         self.at: int | None = None  # context of the last observation
         self._segment = (-1.0, -1.0)  # contexts between which _base and _slope hold
         self._residuals: list[float] = []
@@ -191,12 +196,13 @@ class CostModel:
             self._base, self._slope = knots[0].curve, np.zeros(self.cap + 1)
             return
         index = sum(k.context_length <= context_length for k in knots) - 1
-        left = min(index, len(knots) - 2)  # beyond the last knot, the last slope holds
-        a, b = knots[left], knots[left + 1]
-        rise = np.maximum(b.curve - a.curve, 0.0)
-        self._slope = np.maximum.accumulate(rise) / (b.context_length - a.context_length)
-        self._base = a.curve - self._slope * a.context_length
         last = index == len(knots) - 1
+        a, b = knots[index - last], knots[index - last + 1]
+        rise = b.curve - a.curve
+        if last:  # beyond the last knot the last slope holds, and wider rises by more
+            rise = np.maximum.accumulate(rise)
+        self._slope = rise / (b.context_length - a.context_length)
+        self._base = knots[index].curve - self._slope * knots[index].context_length
         self._segment = (
             knots[index].context_length,
             math.inf if last else knots[index + 1].context_length,

@@ -8,6 +8,7 @@ derives it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,9 @@ class Renewal(Rule):
         self._chances = np.asarray(chances, float)[:n]
         np.add.accumulate(self.trust.apply(self._chances), out=expected[1:])
         expected[1:] += 1.0
+        if not expected[n] <= n + 1.0:  # not a number: a drafter gone wrong offers nothing
+            self._chances = np.zeros(n)
+            expected[1:] = 1.0
         full = self.cost.prices(context_length)
         if not self._tokens:
             self._start(expected, context_length)
@@ -109,7 +113,7 @@ class Renewal(Rule):
         if band != self._band:
             self._save_band()
             self._band = band
-        if sample:
+        if sample and 0.0 < round_ms < math.inf:
             jumps = self.cost.jumps
             self.cost.observe(width, context_length, round_ms)
             if self.cost.jumps > jumps:
@@ -155,6 +159,8 @@ class Renewal(Rule):
         ]
         self.cost.add_knots(knots)
         self._tokens = 0.0
+        if self.cost.known:
+            self._probes = 0
 
     def _start(self, expected: np.ndarray, context_length: int) -> None:
         """The first λ: the nearest band's, or else the first round's own best ratio."""

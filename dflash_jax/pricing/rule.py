@@ -114,27 +114,33 @@ class Rule(abc.ABC):
 
     def keep(self) -> dict[str, Any]:
         """A plain, JSON-ready record of what this rule's clock has taught, by band."""
-        return {"clock": self.limits.clock, "cap": self.cap, "bands": self._bands()}
+        return {
+            "rule": self.name.partition(":")[0],
+            "clock": self.limits.clock,
+            "cap": self.cap,
+            "bands": self._bands(),
+        }
 
     def seed(self, calibration: Mapping[str, Any] | None) -> None:
         """Starts from what an earlier stream kept; None starts afresh.
 
-        Raises `InputError` if the record was kept under another clock or cap.
+        Raises `InputError` if the record is of another rule, clock or cap, or is no record.
         """
         if calibration is None:
             return
-        clock = calibration.get("clock")
-        if clock != self.limits.clock:
+        mine = {"clock": self.limits.clock, "rule": self.name.partition(":")[0], "cap": self.cap}
+        for key, value in mine.items():
+            if calibration.get(key) != value:
+                raise InputError(
+                    f"a calibration of {key} {calibration.get(key)!r} cannot seed a rule of {key} "
+                    f"{value!r}: keep a record for each, or drop this one"
+                )
+        try:
+            self._load(calibration["bands"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(
-                f"calibration of clock {clock!r} cannot seed a rule of clock "
-                f"{self.limits.clock!r}: the two time different work; keep one record for each"
-            )
-        if calibration.get("cap") != self.cap:
-            raise InputError(
-                f"calibration for cap={calibration.get('cap')} cannot seed a rule with "
-                f"cap={self.cap}: drop the record or use its cap"
-            )
-        self._load(calibration["bands"])
+                f"calibration: not what `keep` gives ({error!r}); drop the record"
+            ) from error
 
     def _bands(self) -> dict[str, Any]:
         """The record of each band; rules that learn nothing keep nothing."""
