@@ -43,8 +43,8 @@ NOISE_RATE = 0.05  # by steps of this share
 WARMUP_NOISES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15)  # the candidates for the warm-up's
 NOISE_RANGE = (0.005, 0.3)
 CLIP = 2.5  # a residual beyond this many sigmas counts for less, the less the further
-JUMP_WINDOW = 6  # rounds over which the clipped residuals are averaged:
-JUMP_MEAN = 1.7  # white noise reaches this mean once in some 10⁴ rounds; a changed price at once
+JUMP_WINDOW = 8  # rounds over which the clipped residuals are averaged:
+JUMP_MEAN = 1.3  # white noise rarely reaches this mean (3.7 stds); a changed price soon does
 JUMP_SCALE = 0.3  # after a jump the scale and the tilt are in doubt by so much
 JUMP_TILT = 0.4
 
