@@ -90,15 +90,16 @@ CPU_F32 = Measured(
     widths=(0, 1, 7, 15),
     ms=((31.0, 42.0, 55.0, 80.0), (40.0, 52.0, 70.0, 105.0)),
 )
-"""SmolLM2-135M in f32 on two CPU cores (jax 0.10.2): 1, 2, 8 and 16 rows, as DESIGN.md gives them
-near an empty cache; the second row adds an attention share of 30 %."""
+"""SmolLM2-135M in f32 on two CPU cores (jax 0.10.2): 1, 2, 8 and 16 rows timed with a near-empty
+cache; what 8,192 tokens add is assumed, not timed."""
 
 CPU_INT8 = Measured(
     contexts=(0, 8_192),
     widths=(0, 1, 7, 15),
     ms=((9.5, 10.0, 17.0, 31.0), (13.0, 14.0, 24.0, 44.0)),
 )
-"""The same machine with int8 matmuls: 10 ms at 2 rows, 17 at 8; beyond 8 rows by compute."""
+"""The same machine's int8 matmuls: 2 and 8 rows timed (10 and 17 ms); 1 row, 16 rows and what
+8,192 tokens add are assumed, not timed."""
 
 
 def load_measured(path: str | Path, cap: int = 15) -> Measured:

@@ -1,4 +1,4 @@
-"""Replay: honest traces, paired shares, the bars in small, and scripts/replay.py as users run it."""
+"""Replay: honest traces, paired shares, the bars in small, and scripts/replay.py as users run."""
 
 import heapq
 import json
