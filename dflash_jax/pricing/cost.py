@@ -176,7 +176,6 @@ class CostModel:
         )
         self._jump = JUMP_SCALE**2 + JUMP_TILT**2 * np.outer(tilt, tilt)
         self._jump += self._shape
-        self._tilt = tilt
         self.m = np.ones(self.cap + 1)
         self.at = context_length
 
