@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 
 from dflash_jax.decode import sampling as sampling_module
+from dflash_jax.decode.noise import gumbel
 from dflash_jax.decode.sampling import FEW, GREEDY, Sampling, filtered, picks
 from dflash_jax.errors import InputError
 from tests.decode import tiny
@@ -237,3 +238,22 @@ def test_the_hottest_draws_are_uniform_and_keep_filters_and_padding(temperature)
     logits[:, :20] = np.arange(20)
     assert set(pick(logits, Sampling(temperature, seed=1))) == set(range(20))
     assert set(pick(logits, Sampling(temperature, top_k=3, seed=1))) == {17, 18, 19}
+
+
+@pytest.mark.parametrize("top_k", [0, 2, FEW + 10])
+def test_a_draw_that_ties_takes_the_lowest_id(top_k):
+    """Two ids with the same noise bits and the same logit, far above the rest."""
+    vocabulary, sampling = 3000, Sampling(1.0, top_k=top_k, seed=8)
+    ids = np.arange(vocabulary)
+    found = 0
+    for position in range(40):
+        noise = gumbel(sampling.arrays().seed, position, ids)
+        order = np.argsort(noise, kind="stable")
+        twins = np.flatnonzero(np.diff(noise[order]) == 0)
+        for twin in twins[:1]:
+            low, high = sorted(order[twin : twin + 2].tolist())
+            logits = np.full((1, vocabulary), -60.0, np.float32)
+            logits[0, [low, high]] = 2.0
+            assert pick(logits, sampling, first=position).tolist() == [low]
+            found += 1
+    assert found > 5

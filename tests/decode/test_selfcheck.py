@@ -111,15 +111,16 @@ def test_far_keys_lie_on_both_sides_of_a_chunks_edge():
     assert ends[0] < base.spec.policy.key_chunk < ends[-1]
 
 
+@pytest.mark.slow
 def test_prepare_says_so_and_pads_every_window_when_a_width_is_not_exact(monkeypatch):
     """The first attempt's width 5 is off by one ulp; the second is compiled as it is."""
     lines = []
+    session = tiny.decoder().executables  # compiled before the patch
 
     def compile_or_reuse(programs, widths, progress, options=None):
         if programs.verify[0].inputs[2].shape[0] < MAX_ROWS:
-            session = tiny.decoder().executables
-            session = session._replace(verify={width: session.verify[width] for width in widths})
-            return with_sabotage(session, tampered_logits)
+            verify = {width: session.verify[width] for width in widths}
+            return with_sabotage(session._replace(verify=verify), tampered_logits)
         return compile_programs(programs, widths, progress, options)
 
     monkeypatch.setattr(decoder_module, "compile_programs", compile_or_reuse)
