@@ -1,7 +1,7 @@
 r"""Replays width rules over synthetic or recorded traces, against the best fixed width.
 
     python scripts/replay.py --config=configs/replay/thread.py --out=docs/receipts/replay/thread
-    python scripts/replay.py --config=configs/replay/thread.py --traces=rounds.jsonl --out=/tmp/mine
+    python scripts/replay.py --config=configs/replay/thread.py --traces=rounds.jsonl --out=runs/mine
 
 Writes OUT.jsonl (a line a cell), OUT.md and OUT.png. Cells that OUT.jsonl already has are not run
 again, so an interrupted run goes on where it stopped; --fresh starts over.

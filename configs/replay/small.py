@@ -1,6 +1,6 @@
 """A replay that runs in seconds, for the tests and for a first look.
 
-    python scripts/replay.py --config=configs/replay/small.py --out=/tmp/small
+    python scripts/replay.py --config=configs/replay/small.py --out=runs/small
 
 One CPU core, a few seconds. Too few streams for a verdict.
 """
