@@ -121,7 +121,8 @@ def peer_rate(prompts: list[list[int]]) -> float:
     """llama.cpp's plain greedy tokens per second on the embedded file, after the first token."""
     from dflash_jax.bench.llama_cpp_parity import open_peer
 
-    peer = open_peer(embedded_path(), threads=2)
+    longest = max(map(len, prompts)) + _MAX_TOKENS.value
+    peer = open_peer(embedded_path(), threads=2, context=longest, all_logits=False)
     tokens, seconds = 0, 0.0
     for prompt in prompts:
         peer.reset()

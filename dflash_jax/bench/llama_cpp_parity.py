@@ -50,8 +50,10 @@ class Parity:
     disagreements: tuple[Disagreement, ...]
 
 
-def open_peer(path: pathlib.Path, threads: int = 2) -> Any:
-    """A `llama_cpp.Llama` that keeps every position's logits.
+def open_peer(
+    path: pathlib.Path, threads: int = 2, context: int = ROWS, all_logits: bool = True
+) -> Any:
+    """A `llama_cpp.Llama` for `context` tokens; with `all_logits` it keeps every position's.
 
     Raises:
       InputError: llama-cpp-python is not installed.
@@ -65,11 +67,11 @@ def open_peer(path: pathlib.Path, threads: int = 2) -> Any:
     with _plain_buffers(llama_cpp):
         return llama_cpp.Llama(
             str(path),
-            n_ctx=ROWS,
+            n_ctx=context,
             n_batch=ROWS,
             n_threads=threads,
             n_threads_batch=threads,
-            logits_all=True,
+            logits_all=all_logits,
             type_k=F32_CACHE,
             type_v=F32_CACHE,
             seed=0,

@@ -237,7 +237,9 @@ def prefill(
     length = state.length + count
     positions = jnp.full(HEAD_ROWS, length)
     chosen, logits = _pick(spec, weights, output.hidden[last], positions, sampling)
-    cache = _write(state.cache, *collected.stacked(), state.length)
+    # Writing waits for the pick, and so for the last layer's reading: else XLA copies the cache.
+    place = jnp.where(chosen[0] < 0, 0, state.length)
+    cache = _write(state.cache, *collected.stacked(), place)
     first_only = jnp.arange(MAX_ROWS) == 0
     report = Report(
         jnp.where(first_only, chosen[0], NO_TOKEN),
