@@ -21,4 +21,5 @@ def get_config() -> ml_collections.ConfigDict:
         ("cpu-int8", 500, "short", "", ""),
         ("cpu-int8", 6000, "mid", "", ""),
     )
+    config.rules = ("renewal", "ratio")
     return config

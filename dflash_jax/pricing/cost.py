@@ -43,10 +43,11 @@ NOISE_RATE = 0.05  # by steps of this share
 WARMUP_NOISES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15)  # the candidates for the warm-up's
 NOISE_RANGE = (0.005, 0.3)
 CLIP = 2.5  # a residual beyond this many sigmas counts for less, the less the further
-JUMP_WINDOW = 8  # rounds over which the clipped residuals are averaged:
-JUMP_MEAN = 1.3  # white noise rarely reaches this mean (3.7 stds); a changed price soon does
+JUMP_WINDOW = 6  # rounds over which the clipped residuals are averaged:
+JUMP_MEAN = 1.5  # white noise hardly ever reaches this mean (4 stds); a changed price soon does
+JUMP_CLIP = 2.0  # so that an outlier or two are no jump
 JUMP_SCALE = 0.3  # after a jump the scale and the tilt are in doubt by so much
-JUMP_TILT = 0.4
+JUMP_TILT = 0.6
 
 
 @dataclasses.dataclass
@@ -247,7 +248,7 @@ class CostModel:
         np.maximum(m, 0.02, out=m)
         cov -= np.multiply.outer(gain, cov[width])
         self.at = context_length
-        self._watch(max(-3.0, min(3.0, z)))
+        self._watch(max(-JUMP_CLIP, min(JUMP_CLIP, z)))
 
     def _rescale(self, factor: float) -> None:
         self.knots = [dataclasses.replace(k, curve=k.curve * factor) for k in self.knots]
