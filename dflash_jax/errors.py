@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -16,9 +17,17 @@ class InputError(Exception):
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Entry points wrap their work in this: an `InputError` becomes one line and exit status 2."""
+    """Entry points wrap their work in this: an `InputError` becomes one line and exit status 2.
+
+    Ctrl-C ends the process at once with status 130: threads that compile cannot be interrupted,
+    and waiting for them would take half a minute.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

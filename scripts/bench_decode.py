@@ -21,18 +21,18 @@ import jax
 import rich.console
 import rich.progress
 import rich.table
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
-from dflash_jax import platform
+from dflash_jax import entry, platform
 from dflash_jax.bench.records import Lines, decode, reply_record
 from dflash_jax.checkpoints import embedded_path
 from dflash_jax.decode.executables import CompileCounter
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import LoneDriver, Request
 from dflash_jax.engine.loading import ModelConfig, Models, load_models, prepare_models
-from dflash_jax.engine.prompts import read_prompt_file, require_room
-from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax.engine.prompts import read_prompt_file, require_fit
+from dflash_jax.errors import InputError
 from dflash_jax.tree.growth import CAP
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
@@ -195,7 +195,7 @@ def run(found: platform.Platform) -> int:
     models = load_models(config)
     prompts = read_prompt_file(_PROMPTS.value, models.target.tokenizer)
     prompts = prompts[: _COUNT.value or None]
-    require_room(prompts, config.context_limit)
+    require_fit(prompts, config.context_limit, models.target.config.vocab_size)
     bar = rich.progress.Progress(console=console, transient=True)
     with found.warmup_lock(), bar:
         task = bar.add_task("compiling", total=None)
@@ -243,9 +243,8 @@ def run(found: platform.Platform) -> int:
 
 def main(argv: list[str]) -> None:
     del argv
-    with one_line_errors():
-        sys.exit(run(platform.initialize(_PLATFORM.value)))
+    sys.exit(run(platform.initialize(_PLATFORM.value)))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

@@ -24,7 +24,7 @@ from dflash_jax.decode.executables import CompileCounter
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import LoneDriver, Request, RoundRecord
 from dflash_jax.engine.loading import ModelConfig, load_models, prepare_models
-from dflash_jax.engine.prompts import encode_prompt, read_prompt_file, require_room
+from dflash_jax.engine.prompts import encode_prompt, read_prompt_file, require_fit
 from dflash_jax.errors import InputError
 from dflash_jax.pricing import make_rule
 from dflash_jax.tree.growth import CAP
@@ -70,6 +70,8 @@ class Options:
             rule, widths = f"fixed:{int(width)}", (0, int(width))
         else:
             raise InputError(f"--width={width}: give auto, or a number from 0 to --cap={cap}")
+        if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
+            raise InputError("give --prompt or --prompt_file, one of the two")
         make_rule(rule, cap=cap)  # an unknown one is an error now, not after compiling
         sampling = Sampling(
             _TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _MIN_P.value, _SEED.value
@@ -79,8 +81,6 @@ class Options:
 
 def read_prompts(tokenizer: Tokenizer, chat: bool) -> list[list[int]]:
     """The prompts of the flags, as token ids."""
-    if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
-        raise InputError("give --prompt or --prompt_file, one of the two")
     if _PROMPT.value is not None:
         return [encode_prompt({"prompt": _PROMPT.value}, tokenizer, chat, "--prompt")]
     return read_prompt_file(_PROMPT_FILE.value, tokenizer, chat)
@@ -108,7 +108,7 @@ def run(options: Options, found: platform.Platform) -> None:
     # Plain decoding loads the drafter too: the target's programs are then the same, taps included.
     models = load_models(config)
     prompts = read_prompts(models.target.tokenizer, options.chat)
-    require_room(prompts, config.context_limit)
+    require_fit(prompts, config.context_limit, models.target.config.vocab_size)
     stops = models.target.stop_token_ids
     requests = [
         Request(tuple(prompt), options.sampling, options.max_tokens, stops) for prompt in prompts
@@ -137,9 +137,6 @@ def run(options: Options, found: platform.Platform) -> None:
         f"{decoder.check.widths} give plain decoding's bits"
     )
     for reply, records in decode_all(driver, models.target, requests):
-        json_out.write(reply)
-        for record in records[1:]:
-            trace_out.write(round_record(record))
         if not _QUIET.value:
             print(reply["text"])
         rate = reply["decode_tok_s"] or 0.0
@@ -150,6 +147,9 @@ def run(options: Options, found: platform.Platform) -> None:
             f"token_sha256 {reply['token_sha256']}]",
             flush=True,
         )
+        json_out.write(reply)
+        for record in records[1:]:
+            trace_out.write(round_record(record))
     json_out.close()
     trace_out.close()
 

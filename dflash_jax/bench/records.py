@@ -79,14 +79,19 @@ def _median(values: list[float]) -> float | None:
 
 
 class Lines:
-    """A JSON-lines file, or nothing; every line is on disk before the next is made."""
+    """A JSON-lines file, or nothing; every line is on disk before the next is made.
+
+    An existing file is replaced by the first line, not before: a run that fails earlier loses
+    nothing.
+    """
 
     def __init__(self, path: str | None, flag: str) -> None:
         self._path, self._flag = path, flag
         self._file = None
+        self._begun = False
         if path:
             try:
-                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             except OSError as error:
                 raise InputError(f"--{flag}={path}: {error.strerror}") from error
 
@@ -94,6 +99,9 @@ class Lines:
         if self._file is None:
             return
         try:
+            if not self._begun and self._file.seekable():
+                self._file.truncate(0)
+            self._begun = True
             self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self._file.flush()
         except OSError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -44,21 +46,29 @@ def compile_programs(
     def compile_one(program: Program) -> tuple[str, Any]:
         return program.name, program.compile(options)
 
-    with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
+    try:
         jobs = [pool.submit(compile_one, program) for program in wanted]
-        try:
-            for job in concurrent.futures.as_completed(jobs):
-                name, executable = job.result()
-                compiled[name] = executable
-                progress(name, len(compiled), len(wanted))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for job in concurrent.futures.as_completed(jobs):
+            name, executable = job.result()
+            compiled[name] = executable
+            progress(name, len(compiled), len(wanted))
+    finally:
+        # Without waiting: after an error or Ctrl-C a running compilation is of no use.
+        pool.shutdown(wait=False, cancel_futures=True)
+    _return_freed_memory()
     return Executables(
         prefill=compiled["prefill"],
         verify={width: compiled[programs.verify[width].name] for width in widths},
         extend=compiled.get("extend"),
         draft=compiled.get("draft"),
     )
+
+
+def _return_freed_memory() -> None:
+    """Hands back what compiling has freed, 0.3 GB of SmolLM2's 2.6: glibc would keep it."""
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 class CompileCounter:

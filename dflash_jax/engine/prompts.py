@@ -60,7 +60,10 @@ def encode_prompt(
             raise InputError(f"{where}: tokens must be a list of whole numbers")
         return value
     if given[0] == "messages":
-        return tokenizer.encode_chat(value)
+        try:
+            return tokenizer.encode_chat(value)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
     if not isinstance(value, str) or not value:
         raise InputError(f"{where}: the prompt must be a text that is not empty")
     if chat:
@@ -68,11 +71,16 @@ def encode_prompt(
     return tokenizer.encode(value)
 
 
-def require_room(prompts: list[list[int]], context_limit: int) -> None:
-    """Raises InputError for a prompt that leaves no room for a reply; costs no compiling."""
-    for prompt in prompts:
+def require_fit(prompts: list[list[int]], context_limit: int, vocab_size: int) -> None:
+    """Raises InputError for a prompt that cannot be decoded; before anything is compiled."""
+    for number, prompt in enumerate(prompts, 1):
         if len(prompt) >= context_limit:
             raise InputError(
-                f"a prompt of {len(prompt)} tokens leaves no room in the context of "
-                f"{context_limit}: shorten it or raise --config.context_limit"
+                f"prompt {number}, a prompt of {len(prompt)} tokens, leaves no room in the context "
+                f"of {context_limit}: shorten it or raise --config.context_limit"
             )
+        for token in prompt:
+            if not 0 <= token < vocab_size:
+                raise InputError(
+                    f"prompt {number}: token id {token} is outside 0..{vocab_size - 1}"
+                )
