@@ -76,7 +76,7 @@ def test_a_chain_is_the_best_child_at_each_depth():
     tree = chain(candidates, scores)
     assert tree.tokens.tolist() == [3, 6]
     assert tree.parents.tolist() == [-1, 0]
-    np.testing.assert_allclose(tree.own, [0.9, 0.8])
+    np.testing.assert_allclose(np.exp(tree.own), [0.9, 0.8])
     assert grow(candidates, scores, cap=2).tokens.tolist() == [3, 6]
 
 
@@ -112,7 +112,7 @@ def overconfident(count: int = 3000, seed: int = 0) -> list[Judged]:
             np.arange(3, dtype=np.int32),
             np.array([-1, 0, -1], np.int32),
             np.array([1, 2, 1], np.int32),
-            own,
+            np.log(own),
         )
         hit = rng.random(3) < own**2
         hit[1] &= hit[0]
