@@ -196,6 +196,7 @@ def run(found: platform.Platform) -> int:
     prompts = read_prompt_file(_PROMPTS.value, models.target.tokenizer)
     prompts = prompts[: _COUNT.value or None]
     require_fit(prompts, config.context_limit, models.target.config.vocab_size)
+    console.print("compiling: minutes the first time, seconds from the cache later")
     bar = rich.progress.Progress(console=console, transient=True)
     with found.warmup_lock(), bar:
         task = bar.add_task("compiling", total=None)

@@ -115,6 +115,7 @@ def run(options: Options, found: platform.Platform) -> None:
     ]
     if models.drafter is None and options.rule != "fixed:0":
         raise InputError("the config names no drafter: give one, or --width=0")
+    say("compiling: minutes the first time, seconds from the cache later")
     bar = rich.progress.Progress(console=console, transient=True)
     with found.warmup_lock(), bar:
         task = bar.add_task("compiling", total=None)

@@ -117,7 +117,6 @@ def prepare(
     backend = jax.default_backend()
     if policy is None:
         policy = row_policy(backend, jax.__version_info__)
-    say("compiling: minutes the first time, seconds from the cache later")
     wanted = tuple(sorted({0, *widths}))
     problem = ""
     for attempt in _attempts(policy, backend):
