@@ -142,8 +142,9 @@ def test_the_best_fixed_width_has_share_one():
     world = build_world(cell())
     shares = [against_best(world, run_rule(f"fixed:{w}", world), slice(0, None)) for w in range(16)]
     best = shares[0].best
-    assert shares[best].ratio == 1.0
-    assert max(share.ratio for share in shares) == 1.0
+    # NumPy releases sum in different orders: equal but for rounding.
+    assert shares[best].ratio == pytest.approx(1.0, rel=1e-12)
+    assert max(share.ratio for share in shares) == pytest.approx(1.0, rel=1e-12)
 
 
 def test_the_jackknife_covers():
