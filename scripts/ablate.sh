@@ -30,7 +30,13 @@ rank64 --config.drafter.selector_rank=64
 conv0 --config.drafter.conv_kernel_size=0
 label50 --config.train.label_weight=0.5
 replace --config.train.selector_replaces=True
+selector50 --config.train.selector_weight=0.5
+rate1e-3 --config.train.learning_rate=0.001
 rate4e-3 --config.train.learning_rate=0.004
+muon --config.train.optimizer=muon
+muon1e-3 --config.train.optimizer=muon --config.train.learning_rate=0.001
+muon4e-3 --config.train.optimizer=muon --config.train.learning_rate=0.004
+muon5 --config.train.optimizer=muon --config.drafter.num_layers=5
 LIST
 }
 

@@ -5,8 +5,9 @@
 
 Several drafters (--drafter=a,b) are measured on the same replies, each into OUT/NAME of its folder.
 The target replies to held-out prompts, greedy and sampled; every anchor of every reply is drafted
-and the decodes are replayed on the host. Writes OUT/eval.json and pictures, and the calibration
-beside the drafter (calibration.json), where serving finds it.
+and the decodes are replayed on the host. --replies=FILE keeps the replies for a later call, which
+then measures other drafters on the same ones. Writes OUT/eval.json and pictures, and the
+calibration beside the drafter (calibration.json), where serving finds it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from jax.sharding import Mesh
 from ml_collections import config_flags
 from rich.console import Console
 from rich.table import Table
 
 from dflash_jax.checkpoints.drafter import load_drafter
+from dflash_jax.checkpoints.target import Target
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.errors import InputError, one_line_errors
 from dflash_jax.train import recipe
@@ -29,7 +32,7 @@ from dflash_jax.train.devices import data_mesh
 from dflash_jax.train.evaluate import Evaluation, evaluate
 from dflash_jax.train.plots import plot_depth, plot_reliability, plot_widths
 from dflash_jax.train.prompts import Prompt, read_prompts
-from dflash_jax.train.replies import write_replies
+from dflash_jax.train.replies import Reply, keep_replies, read_replies, write_replies
 from dflash_jax.train.step import Models
 from dflash_jax.tree.growth import CAP
 
@@ -37,6 +40,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "the recipe", lock_con
 _DRAFTERS = flags.DEFINE_list("drafter", None, "folders of drafters", required=True)
 _OUT = flags.DEFINE_string("out", None, "folder of the results", required=True)
 _PROMPTS = flags.DEFINE_list("prompts", ["configs/prompts/heldout.jsonl"], "prompt files")
+_REPLIES = flags.DEFINE_string("replies", None, "file that keeps the replies for later calls")
 _COUNT = flags.DEFINE_integer("count", 0, "prompts to use, evenly spread; 0 is all")
 _LENGTH = flags.DEFINE_integer("length", 512, "tokens of prompt and reply together")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "longest reply")
@@ -61,13 +65,9 @@ def run(console: Console) -> None:
     train = recipe.train_config(_CONFIG.value)
     folders = [pathlib.Path(folder) for folder in _DRAFTERS.value]
     drafters = [load_drafter(f, target.config, jnp.dtype(_CONFIG.value.dtype)) for f in folders]
-    prompts = choose_prompts()
-    replies = {}
-    for name, sampling in samplings().items():
-        count = 1 if sampling.greedy else _SEEDS.value
-        sizes = (_LENGTH.value, _MAX_TOKENS.value)
-        replies[name] = write_replies(target, prompts * count, sampling, *sizes, mesh)
-        console.print(f"{name}: {len(replies[name])} replies", highlight=False)
+    replies = get_replies(target, mesh)
+    for name, written in replies.items():
+        console.print(f"{name}: {len(written)} replies", highlight=False)
     for folder, drafter in zip(folders, drafters, strict=True):
         models = Models(target.config, drafter.config, train)
         results = {
@@ -87,6 +87,26 @@ def run(console: Console) -> None:
             show(console, f"{folder} {name}", result)
         out = pathlib.Path(_OUT.value)
         write(out / "_".join(folder.parts[-2:]) if len(folders) > 1 else out, folder, results)
+
+
+def get_replies(target: Target, mesh: Mesh) -> dict[str, list[Reply]]:
+    """The target's replies, or those that an earlier call kept for the same settings."""
+    prompts, sizes = choose_prompts(), (_LENGTH.value, _MAX_TOKENS.value)
+    ways = samplings()
+    made_with = repr((target.fingerprint, str(target.config.dtype), prompts, sizes, ways))
+    made_with += f" {_SEEDS.value}"
+    path = pathlib.Path(_REPLIES.value) if _REPLIES.value else None
+    if path and path.exists():
+        return read_replies(path, made_with)
+    replies = {
+        name: write_replies(
+            target, prompts * (1 if way.greedy else _SEEDS.value), way, *sizes, mesh
+        )
+        for name, way in ways.items()
+    }
+    if path:
+        keep_replies(path, made_with, replies)
+    return replies
 
 
 def samplings() -> dict[str, Sampling]:

@@ -40,6 +40,7 @@ from dflash_jax.train.step import (
     initial_state,
     learning_rate,
 )
+from dflash_jax.train.warm_start import warm_start
 
 STATE, META = "state", "meta"
 # Steps that may be enqueued ahead of the device, so that clocks and limits stay true.
@@ -119,7 +120,8 @@ class Trainer:
       directory: of the checkpoints; one that has some is resumed.
 
     Raises:
-      InputError: the batch does not divide over the devices; a checkpoint that does not fit.
+      InputError: the batch does not divide over the devices; a checkpoint, or the drafter to start
+        from, that does not fit.
     """
 
     def __init__(
@@ -140,12 +142,14 @@ class Trainer:
         self._sharding = NamedSharding(mesh, PartitionSpec(DATA))
         self._stop = threading.Event()
         self.elapsed_s = 0.0
-        self.state: TrainState = replicate(initial_state(models), mesh)
         self.directory = pathlib.Path(directory)
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
         self._manager = ocp.CheckpointManager(
             self.directory.resolve() / "checkpoints", options=options
         )
+        fresh = self._manager.latest_step() is None
+        start = warm_start(models) if models.train.start_from and fresh else None
+        self.state: TrainState = replicate(initial_state(models, start), mesh)
         self._resume()
 
     @property
@@ -255,6 +259,7 @@ class Trainer:
             "corpus": self._corpus.fingerprint,
             "batch": train.batch,
             "anchors": train.anchors,
+            "optimizer": train.optimizer,
             "seed": train.seed,
         }
 

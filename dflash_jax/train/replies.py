@@ -6,6 +6,9 @@ the target's tokens do not depend on the drafter.
 
 from __future__ import annotations
 
+import pathlib
+import zipfile
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +19,7 @@ from jax.sharding import Mesh
 from dflash_jax.checkpoints.target import Target
 from dflash_jax.decode.noise import split_seed
 from dflash_jax.decode.sampling import Sampling, picks
+from dflash_jax.errors import InputError
 from dflash_jax.models.dflash2 import DFlash2
 from dflash_jax.train.blocks import block_hidden, cut_blocks
 from dflash_jax.train.generate import chat_template, replicate
@@ -98,6 +102,50 @@ def write_replies(
         if end > start:
             seed = 0 if sampling.greedy else sampling.seed + row
             replies.append(Reply(kind, written[row], start, end, seed))
+    return replies
+
+
+def keep_replies(path: pathlib.Path, made_with: str, replies: dict[str, list[Reply]]) -> None:
+    """Writes the replies of each way of decoding for `read_replies`.
+
+    Args:
+      made_with: all that they depend on, as text.
+
+    Raises:
+      InputError: the file cannot be written; none is left half written.
+    """
+    arrays: dict[str, np.ndarray] = {"made_with": np.array(made_with)}
+    for name, written in replies.items():
+        for field, values in zip(Reply._fields, zip(*written, strict=True), strict=True):
+            arrays[f"{name}.{field}"] = np.array(values)
+    partial = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"{path}: cannot write ({error.strerror or error})") from error
+
+
+def read_replies(path: pathlib.Path, made_with: str) -> dict[str, list[Reply]]:
+    """Replies of `keep_replies`; InputError unless they were made with the same settings."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        found = str(arrays.pop("made_with"))
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{path}: no readable replies ({error}); delete it") from error
+    if found != made_with:
+        raise InputError(f"{path}: replies of another target, prompt file or setting; delete it")
+    replies: dict[str, list[Reply]] = {}
+    for name in dict.fromkeys(key.split(".")[0] for key in arrays):
+        kind, tokens, *numbers = (arrays[f"{name}.{field}"] for field in Reply._fields)
+        replies[name] = [
+            Reply(str(kind[row]), tokens[row], *(int(n[row]) for n in numbers))
+            for row in range(len(kind))
+        ]
     return replies
 
 

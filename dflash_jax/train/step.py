@@ -30,8 +30,10 @@ from dflash_jax.train.losses import (
     head_loss,
     selector_loss,
 )
+from dflash_jax.train.muon import scale_by_muon
 
 ATTENTIONS = ("xla", "cudnn")
+ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 DRAFT_VOCAB = "draft_vocab"
 # Published decay of the position weights, by block size; see TrainConfig.decay.
 DECAYS = ((8, 4.0), (10, 5.0), (16, 7.0))
@@ -44,6 +46,7 @@ class TrainConfig:
     steps: int = 6000
     batch: int = 64  # sequences a step, over all devices
     anchors: int = 64  # blocks a sequence
+    optimizer: str = ADAMW  # or "muon": the layers' matrices by Muon, the rest by AdamW
     learning_rate: float = 2e-3
     warmup: float = 0.04  # share of the training
     weight_decay: float = 0.01
@@ -57,6 +60,7 @@ class TrainConfig:
     decay: float = 0.0  # 0: 4, 5 or 7 for blocks of 8, 10 or 16
     head_chunks: int = 8  # logits of so many parts of a step's blocks live one after another
     attention: str = "xla"  # the target's: "xla", or "cudnn" on a GPU
+    start_from: str = ""  # folder of a drafter whose weights the training starts from
     max_shards: int = 0  # of the corpus; 0 is all
     seed: int = 0
     log_every: int = 50  # steps
@@ -76,6 +80,8 @@ class TrainConfig:
             )
         if self.attention not in ATTENTIONS:
             raise InputError(f"train config: attention {self.attention!r} is none of {ATTENTIONS}")
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"train config: optimizer {self.optimizer!r} is none of {OPTIMIZERS}")
         if not 0 <= self.label_weight <= 1 or not 0 <= self.warmup < 1:
             raise InputError("train config: label_weight and warmup must be in [0, 1]")
 
@@ -136,21 +142,43 @@ class Metrics(NamedTuple):
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW without its learning rate, which each step is given (time may govern it)."""
+    """AdamW or Muon without a learning rate, which each step is given (time may govern it)."""
 
     def decayed(params: Any) -> Any:
         return jax.tree.map(lambda p: p.ndim >= 2, params)
 
+    adam = optax.scale_by_adam(config.beta1, config.beta2)
+    if config.optimizer == MUON:
+        scale = optax.multi_transform({MUON: scale_by_muon(), ADAMW: adam}, _optimizer_of)
+    else:
+        scale = adam
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
-        optax.scale_by_adam(config.beta1, config.beta2),
+        scale,
         optax.add_decayed_weights(config.weight_decay, mask=decayed),
     )
 
 
-def initial_state(models: Models) -> TrainState:
-    params = init_params(models.drafter, jax.random.key(models.train.seed))
-    params.pop(DRAFT_VOCAB, None)
+def _optimizer_of(params: Any) -> Any:
+    """Muon for the matrices of attention, feed-forward and `fc`.
+
+    Not for codebooks (rows are looked up, most gradients are 0), nor for the kernel projections,
+    whose outputs are added to the identity and shall stay small.
+    """
+
+    def of(path: tuple[Any, ...], leaf: jax.Array) -> str:
+        names = {part.key for part in path}
+        matrix = leaf.ndim == 2 and names & {"self_attn", "mlp", "fc"}
+        return MUON if matrix else ADAMW
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def initial_state(models: Models, params: Any = None) -> TrainState:
+    """The state before the first step; `params` None draws them from the seed."""
+    if params is None:
+        params = init_params(models.drafter, jax.random.key(models.train.seed))
+        params.pop(DRAFT_VOCAB, None)
     return TrainState(jnp.int32(0), params, optimizer(models.train).init(params))
 
 

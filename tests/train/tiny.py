@@ -101,9 +101,13 @@ def train_config(**overrides) -> TrainConfig:
     return TrainConfig(**(values | overrides))
 
 
+def trainer_models(drafter=None, **overrides) -> Models:
+    return Models(TARGET, drafter or drafter_config(), train_config(**overrides))
+
+
 def trainer(directory, drafter=None, devices: int = 1, **overrides) -> Trainer:
-    drafter = drafter or drafter_config()
-    models = Models(TARGET, drafter, train_config(**overrides))
+    models = trainer_models(drafter, **overrides)
+    drafter = models.drafter
     mesh = data_mesh(devices)
     vocabulary = None
     if drafter.draft_vocab_size:
