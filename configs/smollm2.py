@@ -14,6 +14,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.target = "embedded"
     # "embedded" is the drafter in this package; else a Hugging Face DFlash2 folder, or "" for none.
     config.drafter = "embedded"
-    config.dtype = "float32"
+    # "auto" is int8 on a CPU (but for jax below 0.10) and float32 elsewhere; "bfloat16" too.
+    config.weights = "auto"
     config.context_limit = 8192
     return config

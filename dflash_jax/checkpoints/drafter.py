@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints import int8_rows
 from dflash_jax.checkpoints.drafter_config import CONFIG, config_json, read_config
-from dflash_jax.checkpoints.names import Entry, check_names, load_parameters
+from dflash_jax.checkpoints.names import Entry, as_floats, as_int8, check_names, load_parameters
 from dflash_jax.checkpoints.safetensors_files import INDEX_FILE, SINGLE_FILE, tensor_files
 from dflash_jax.errors import InputError
 from dflash_jax.models.dflash2_config import DrafterConfig
@@ -53,8 +53,12 @@ def load_drafter(
     directory: str | os.PathLike[str],
     target_config: TargetConfig | None = None,
     dtype: Any = jnp.float32,
+    int8: bool = False,
 ) -> Drafter:
     """Reads a DFlash or DFlash2 drafter; its parameters and its computation take `dtype`.
+
+    Args:
+      int8: keep its matrices as Int8Matrix.
 
     Raises:
       InputError: the folder, its config or its tensors are not a drafter's, or do not fit each
@@ -70,7 +74,8 @@ def load_drafter(
     table = name_table(config, weight_suffix=_has_weight_suffix(source.shapes()))
     check_names(source, table)
     floats = [entry for entry in table if entry.name != DRAFT_VOCAB]
-    params = load_parameters(source, floats, config.dtype, ignored=(DRAFT_VOCAB,))
+    store = as_int8(config.dtype) if int8 else as_floats(config.dtype)
+    params = load_parameters(source, floats, store, ignored=(DRAFT_VOCAB,))
     if config.draft_vocab_size:
         ids = source.read(DRAFT_VOCAB)
         _check_ids(ids, config, str(path))

@@ -13,19 +13,15 @@ import numpy as np
 
 from dflash_jax.checkpoints.safetensors_files import SafetensorsSource
 from dflash_jax.errors import InputError
+from dflash_jax.models.layers import int8_rows_and_scale
 
 SCALE = "_scale"
-# The largest magnitude stored; -128 is left out, so that a row's range is symmetric.
-_PEAK = 127
 
 
 def encode(name: str, matrix: np.ndarray) -> dict[str, np.ndarray]:
     """The two stored tensors of a float matrix [rows, columns], rounded to nearest."""
-    matrix = matrix.astype(np.float32)
-    peak = np.abs(matrix).max(axis=1)
-    scale = np.where(peak == 0, 1, peak / _PEAK).astype(np.float32)
-    rounded = np.clip(np.rint(matrix / scale[:, None]), -_PEAK, _PEAK)
-    return {name: rounded.astype(np.int8), name + SCALE: scale}
+    values, scale = int8_rows_and_scale(matrix)
+    return {name: values, name + SCALE: scale}
 
 
 class Int8RowsSource(SafetensorsSource):

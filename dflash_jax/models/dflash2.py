@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.models import layers
 from dflash_jax.models.dflash2_config import DrafterConfig, visible
 from dflash_jax.models.layers import (
     Attend,
@@ -24,8 +25,10 @@ from dflash_jax.models.layers import (
     RMSNorm,
     Rotary,
     SwiGLU,
+    Weight,
     attention,
     inverse_frequencies,
+    linear,
     rotary_table,
     rotate,
 )
@@ -42,7 +45,7 @@ class KernelProjection(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         shape = (self.features, x.shape[-1])
         weight = self.param("weight", nn.initializers.zeros, shape, jnp.float32)
-        return jnp.einsum("...i,oi->...o", x.astype(self.dtype), weight.astype(self.dtype))
+        return linear(x.astype(self.dtype), weight)
 
 
 def _identity_taps(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -229,16 +232,10 @@ class DFlash2(nn.Module):
             x = layer(x, rotary, attend)
         return self.norm(x)
 
-    def logits(self, hidden: jax.Array, head_weight: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, head_weight: Weight) -> jax.Array:
         """hidden [..., D] times the target's head [V or Vd, D]: float32 [..., V or Vd]."""
         c = self.config
-        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-        logits = jax.lax.dot_general(
-            hidden.astype(c.dtype),
-            head_weight.astype(c.dtype),
-            contract,
-            preferred_element_type=jnp.float32,
-        )
+        logits = layers.logits(hidden.astype(c.dtype), head_weight)
         logits = logits * c.output_multiplier
         cap = c.final_logit_softcapping
         return jnp.tanh(logits / cap) * cap if cap else logits

@@ -1,6 +1,7 @@
 """Llama in Linen (Touvron et al. 2023), and Qwen3 dense, which adds a norm to queries and keys.
 
-Parameters carry Hugging Face's names (`layers.0` becomes `layers_0`) and orientation ([out, in]).
+Parameters carry Hugging Face's names (`layers.0` becomes `layers_0`) and orientation ([out, in]);
+linear maps of one input are joined (`qkv_proj`, `gate_up_proj`). A weight may be an Int8Matrix.
 The module holds no cache and no mask: see `layers.Attend`.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from dflash_jax.errors import InputError
 from dflash_jax.models import layers
-from dflash_jax.models.layers import Attend, Linear, RMSNorm, Rotary, SwiGLU
+from dflash_jax.models.layers import Attend, Linear, RMSNorm, Rotary
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 FLOAT32 = np.dtype("float32")
@@ -143,7 +144,7 @@ class TargetOutput(NamedTuple):
     ]  # each [..., T, D]: the outputs of the tapped blocks, in their order
 
 
-class Weight(nn.Module):
+class Matrix(nn.Module):
     """A bare [rows, D] matrix named `weight`: the embedding and the untied head."""
 
     rows: int
@@ -153,7 +154,7 @@ class Weight(nn.Module):
         init = nn.initializers.normal(0.02)
         self.weight = self.param("weight", init, (self.rows, self.features), jnp.float32)
 
-    def __call__(self) -> jax.Array:
+    def __call__(self) -> layers.Weight:
         return self.weight
 
 
@@ -167,20 +168,34 @@ class Attention(nn.Module):
     def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> jax.Array:
         config = self.config
 
-        def project(name: str, heads: int) -> jax.Array:
-            width = heads * config.head_dim
-            y = Linear(width, config.attention_bias, config.dtype, name=name)(x)
-            return y.reshape(*x.shape[:-1], heads, config.head_dim)
-
-        q = project("q_proj", config.num_heads)
-        k = project("k_proj", config.num_kv_heads)
-        v = project("v_proj", config.num_kv_heads)
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        width = (heads + 2 * kv_heads) * config.head_dim
+        qkv = Linear(width, config.attention_bias, config.dtype, name="qkv_proj")(x)
+        qkv = qkv.reshape(*x.shape[:-1], heads + 2 * kv_heads, config.head_dim)
+        q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=-2)
         if config.qk_norm:
             q = RMSNorm(config.rms_norm_eps, config.dtype, name="q_norm")(q)
             k = RMSNorm(config.rms_norm_eps, config.dtype, name="k_norm")(k)
         out = attend(self.layer, layers.rotate(q, rotary), layers.rotate(k, rotary), v)
         out = out.reshape(*x.shape[:-1], config.num_heads * config.head_dim)
         return Linear(config.hidden_size, config.attention_bias, config.dtype, name="o_proj")(out)
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020); gate and up are one map."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+
+        def linear(features: int, name: str) -> Linear:
+            return Linear(features, config.mlp_bias, config.dtype, name=name)
+
+        gate_up = linear(2 * config.intermediate_size, "gate_up_proj")(x)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        return linear(config.hidden_size, "down_proj")(jax.nn.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -195,8 +210,7 @@ class Block(nn.Module):
         normed = RMSNorm(config.rms_norm_eps, config.dtype, name="input_layernorm")(x)
         x = x + Attention(config, self.layer, name="self_attn")(normed, rotary, attend)
         normed = RMSNorm(config.rms_norm_eps, config.dtype, name="post_attention_layernorm")(x)
-        mlp = SwiGLU(config.intermediate_size, config.mlp_bias, config.dtype, name="mlp")
-        return x + mlp(normed)
+        return x + MLP(config, name="mlp")(normed)
 
 
 class Llama(nn.Module):
@@ -206,11 +220,11 @@ class Llama(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Matrix(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.rms_norm_eps, config.dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = Weight(config.vocab_size, config.hidden_size)
+            self.lm_head = Matrix(config.vocab_size, config.hidden_size)
 
     def __call__(
         self,
@@ -233,7 +247,9 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         outputs = []
         for block in self.layers:
-            x = block(x, rotary, attend)
+            # The barrier makes every block's output an array of its own, tapped or not: else a GPU
+            # fuses across blocks that are not tapped, and the bits depend on the drafter's taps.
+            x = jax.lax.optimization_barrier(block(x, rotary, attend))
             outputs.append(x)
         return TargetOutput(self.norm(x), tuple(outputs[layer] for layer in tap_layers))
 
@@ -243,18 +259,12 @@ class Llama(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [..., T] -> [..., T, D]."""
-        return self.embed_tokens()[tokens].astype(self.config.dtype)
+        return layers.rows_of(self.embed_tokens(), tokens, self.config.dtype)
 
-    def head(self) -> jax.Array:
+    def head(self) -> layers.Weight:
         """The output head [V, D]: a drafter shares it."""
         return self.embed_tokens() if self.config.tie_word_embeddings else self.lm_head()
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., T, D], normed -> float32 [..., T, V]; accumulated and kept in float32."""
-        dtype = self.config.dtype
-        return jax.lax.dot_general(
-            hidden.astype(dtype),
-            self.head().astype(dtype),
-            (((hidden.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        return layers.logits(hidden.astype(self.config.dtype), self.head())

@@ -119,4 +119,4 @@ def drafter_config(config: ConfigDict, target: LlamaConfig) -> DrafterConfig:
 
 
 def load_target(config: ConfigDict) -> Target:
-    return checkpoints.load_target(config.target, dtype=config.dtype)
+    return checkpoints.load_target(config.target, config.dtype)

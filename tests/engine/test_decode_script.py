@@ -228,7 +228,7 @@ BAD = {
     "no drafter": ([P, "--config.drafter=", "--width=3"], "no drafter"),
     "context beyond the model": ([P, "--config.context_limit=4000"], "128"),
     "context too small": ([P, "--config.context_limit=8"], "context"),
-    "dtype": ([P, "--config.dtype=float7"], "float7"),
+    "weights": ([P, "--config.weights=float7"], "float7"),
     "config missing": ([P, "--config={files}/nope.py"], "nope.py"),
     "config no config": ([P, "--config={files}/prompts.jsonl"], "config"),
     "config value unknown": ([P, "--config.nope=1"], "nope"),

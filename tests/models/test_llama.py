@@ -49,7 +49,7 @@ def convert(model, dtype="float32") -> tuple[LlamaConfig, dict]:
     params = names.load_parameters(
         StateDict(model),
         llama_names.hugging_face_table(config),
-        config.dtype,
+        names.as_floats(config.dtype),
         llama_names.hugging_face_ignored(config),
     )
     return config, {"params": params}
@@ -124,10 +124,11 @@ def test_init_gives_the_name_table_shapes():
                 jax.random.key(0), t, r, lambda layer, q, k, v: q, method="init_all"
             )
         )
-        expected = names.nest(
-            {entry.path: entry.shape for entry in llama_names.hugging_face_table(config)}
-        )
-        assert jax.tree.map(lambda leaf: leaf.shape, shapes["params"]) == expected
+        expected: dict[names.Path, tuple[int, ...]] = {}
+        for entry in llama_names.hugging_face_table(config):  # joined maps: rows add up
+            rows = entry.shape[0] + expected.get(entry.path, (0,))[0]
+            expected[entry.path] = (rows, *entry.shape[1:])
+        assert jax.tree.map(lambda leaf: leaf.shape, shapes["params"]) == names.nest(expected)
 
 
 def test_tap_layer_out_of_range_is_refused():
