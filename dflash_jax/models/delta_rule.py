@@ -19,6 +19,7 @@ order: Hk key heads, each serving Hv / Hk neighbouring value heads.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -324,45 +325,48 @@ def _old(blocks: jax.Array, slot: jax.Array, both: jax.Array, tile: int) -> jax.
     return jnp.where(slot[:, None, None, None] == 0, times(blocks[0]), times(blocks[1]))
 
 
-class Settled(NamedTuple):
-    """A layer's state after the accepted rows, to be handed to `tree` again."""
+class Layer(NamedTuple):
+    """One layer's state, as `tree` takes it."""
 
     blocks: jax.Array  # [2, Hv, Dk, Dv]
     recent: Recent
 
 
 def settle(
-    blocks: jax.Array,
-    recent: Recent,
-    k: jax.Array,
-    u: jax.Array,
-    g: jax.Array,
+    layers: Sequence[Layer],
+    windows: Sequence[Recent],
     length: jax.Array,
     path: jax.Array,
     count: jax.Array,
-) -> Settled:
-    """Commits a path of a window: nothing of the other rows stays.
+) -> tuple[Layer, ...]:
+    """Commits a path of a window in every layer: nothing of the other rows stays.
 
     Args:
-      blocks, recent: as `tree` had them.
-      k, u, g: of the window's rows, [T, ...].
+      layers: as `tree` had them.
+      windows: k, u and g of the window's rows, [T, ...], by layer.
       length: [] int32, committed tokens before the window.
       path: [BLOCK] int32, the rows to commit, by depth.
       count: [] int32, 1..BLOCK, how many.
     """
     columns = last_of_path(RECENT, path, count)
-    window = Recent(k, u, g)
-    recent = Recent(*(jnp.concatenate(pair)[columns] for pair in zip(recent, window, strict=True)))
-    done = length // BLOCK  # the newest block state is before position BLOCK * done
+    recents = [
+        Recent(*(jnp.concatenate(pair)[columns] for pair in zip(layer.recent, rows, strict=True)))
+        for layer, rows in zip(layers, windows, strict=True)
+    ]
+    done = length // BLOCK  # the newest block states are before position BLOCK * done
 
-    def learn(blocks: jax.Array) -> jax.Array:
+    def learn(states: list[jax.Array]) -> list[jax.Array]:
         first = BLOCK * done - (length + count - RECENT)
-        block = Recent(*(jax.lax.dynamic_slice_in_dim(x, first, BLOCK) for x in recent))
-        state = advance(blocks[done % 2], *block, jnp.int32(BLOCK))
-        return blocks.at[(done + 1) % 2].set(state)
+        for index, recent in enumerate(recents):
+            block = Recent(*(jax.lax.dynamic_slice_in_dim(x, first, BLOCK) for x in recent))
+            state = advance(states[index][done % 2], *block, jnp.int32(BLOCK))
+            states[index] = states[index].at[(done + 1) % 2].set(state)
+        return states
 
     full = (length + count) // BLOCK > done
-    return Settled(jax.lax.cond(full, learn, lambda blocks: blocks, blocks), recent)
+    states = [layer.blocks for layer in layers]
+    states = jax.lax.cond(full, learn, lambda states: states, states)  # one for all layers
+    return tuple(map(Layer, states, recents))
 
 
 def last_of_path(size: int, path: jax.Array, count: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.decode.rows import row_policy
 from dflash_jax.models import delta_rule
-from dflash_jax.models.delta_rule import BLOCK, RECENT, Recent
+from dflash_jax.models.delta_rule import BLOCK, RECENT, Layer, Recent
 from dflash_jax.tree.growth import NO_PARENT, DraftTree
 from dflash_jax.tree.masks import DEPTH, MAX_ROWS, PATH, window_array
 
@@ -202,16 +202,9 @@ def run(stream: Stream, tree: DraftTree, tokens: Tokens, rows: int | None = None
 
     def settle(path: list[int]) -> Stream:
         padded = jnp.asarray(path + [0] * (MAX_ROWS - len(path)), jnp.int32)
-        new = commit(
-            stream.blocks,
-            stream.recent,
-            window_tokens.k,
-            u,
-            window_tokens.g,
-            length,
-            padded,
-            jnp.int32(len(path)),
-        )
+        layer = Layer(stream.blocks, stream.recent)
+        rows = Recent(window_tokens.k, u, window_tokens.g)
+        (new,) = commit([layer], [rows], length, padded, jnp.int32(len(path)))
         return Stream(stream.length + len(path), *new)
 
     return np.asarray(out)[: width + 1], settle

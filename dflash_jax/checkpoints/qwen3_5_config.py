@@ -1,0 +1,106 @@
+"""`Qwen35Config` from Hugging Face's config.json.
+
+A value that the model needs is required, not guessed; a feature that it lacks is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.errors import InputError
+from dflash_jax.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+
+# With vision (the text part under `text_config`), and the text part alone.
+ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+# Qwen35Config's name: config.json's.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "linear_num_key_heads": "linear_num_key_heads",
+    "linear_num_value_heads": "linear_num_value_heads",
+    "linear_key_head_dim": "linear_key_head_dim",
+    "linear_value_head_dim": "linear_value_head_dim",
+    "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+}
+# What this family may say, and the only values that the model covers.
+_COVERED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+    "mlp_only_layers": ([],),
+    "use_sliding_window": (False,),
+}
+
+
+def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) -> Qwen35Config:
+    """Reads config.json, already parsed; `label` names it in messages."""
+    architectures = config.get("architectures") or []
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise InputError(f"{label}: text_config is not an object")
+    if any("Moe" in str(name) for name in architectures) or text.get("num_experts"):
+        raise InputError(f"{label}: mixture-of-experts models are not supported")
+    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        raise InputError(
+            f"{label}: architectures {architectures} is none of {sorted(ARCHITECTURES)}"
+        )
+    for name, covered in _COVERED.items():
+        if text.get(name) is not None and text[name] not in covered:
+            raise InputError(f"{label}: {name} {text[name]!r} is not supported")
+
+    def need(name: str) -> Any:
+        if text.get(name) is None:
+            raise InputError(f"{label}: {name} is missing")
+        return text[name]
+
+    theta, partial = _rope(text, label)
+    # Publishers repeat the flag at the root; transformers obeys that one.
+    tied = config.get("tie_word_embeddings")
+    return Qwen35Config(
+        **{ours: need(theirs) for ours, theirs in _SIZES.items()},
+        layer_types=_layer_types(text, need("num_hidden_layers"), label),
+        rope_theta=theta,
+        partial_rotary_factor=partial,
+        tie_word_embeddings=bool(text.get("tie_word_embeddings") if tied is None else tied),
+        attention_bias=bool(text.get("attention_bias", False)),
+        dtype=dtype,
+    )
+
+
+def _layer_types(text: Mapping[str, Any], count: Any, label: str) -> tuple[str, ...]:
+    """`layer_types`, or what `full_attention_interval` says: every n-th layer is attention."""
+    if not isinstance(count, int) or count < 1:
+        raise InputError(f"{label}: num_hidden_layers must be a positive integer, got {count!r}")
+    kinds = text.get("layer_types")
+    if kinds is None:
+        interval = text.get("full_attention_interval")
+        if not interval:
+            raise InputError(f"{label}: layer_types is missing, and so is full_attention_interval")
+        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+    if len(kinds) != count:
+        raise InputError(f"{label}: {len(kinds)} layer_types for num_hidden_layers {count}")
+    return tuple(kinds)
+
+
+def _rope(text: Mapping[str, Any], label: str) -> tuple[float, float]:
+    """(base, share of a head's dimensions), from `rope_parameters` or the root."""
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(name) is None:
+            rope[name] = text.get(name)
+        if rope[name] is None:
+            raise InputError(f"{label}: {name} is missing, at the root and in rope_parameters")
+    # Sections of the rotary dimensions turn by image coordinates; in text all are the position.
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope"):
+        raise InputError(f"{label}: rope scaling {kind!r} is not supported")
+    return float(rope["rope_theta"]), float(rope["partial_rotary_factor"])
