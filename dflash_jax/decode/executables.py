@@ -1,4 +1,4 @@
-"""Compiling every program ahead of serving, and counting what compiles after that."""
+"""Every program compiled ahead of serving; and counting what compiles after that."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from dflash_jax.decode import saved_executables
 from dflash_jax.decode.programs import Program, Programs
 
 # Compilation leaves the interpreter's lock; two at once keep a small machine's cores busy.
@@ -30,29 +31,38 @@ def compile_programs(
     widths: tuple[int, ...],
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     options: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Executables:
-    """Compiles the programs for some widths.
+    """Compiles the programs for some widths, or loads them as an earlier start has kept them.
 
     Args:
       programs: all of them.
       widths: the widths that will be verified.
       progress: called with a program's name, and how many of how many are compiled.
       options: XLA's, by name.
+      say: gets a warning about a kept program that is damaged or cannot be kept.
     """
     wanted = [programs.prefill, *dict.fromkeys(programs.verify[width] for width in widths)]
     wanted += [program for program in (programs.extend, programs.draft) if program is not None]
     compiled: dict[str, Any] = {}
 
     def compile_one(program: Program) -> tuple[str, Any]:
-        return program.name, program.compile(options)
+        description = repr((program.name, program.spec, sorted((options or {}).items())))
+        executable, warning = saved_executables.load_or_compile(
+            description, program.inputs, lambda: program.compile(options)
+        )
+        if warning:
+            say(f"warning: {program.name}: {warning}")
+        return program.name, executable
 
     pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
     try:
-        jobs = [pool.submit(compile_one, program) for program in wanted]
-        for job in concurrent.futures.as_completed(jobs):
-            name, executable = job.result()
-            compiled[name] = executable
-            progress(name, len(compiled), len(wanted))
+        with saved_executables.kept_here_alone():
+            jobs = [pool.submit(compile_one, program) for program in wanted]
+            for job in concurrent.futures.as_completed(jobs):
+                name, executable = job.result()
+                compiled[name] = executable
+                progress(name, len(compiled), len(wanted))
     finally:
         # Without waiting: after an error or Ctrl-C a running compilation is of no use.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -105,6 +105,7 @@ class Program:
     """A function to compile, with the shapes of its inputs."""
 
     name: str
+    spec: DecodeSpec  # with the name it says all that the function depends on
     function: Callable[..., Any]
     inputs: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct
     donated: tuple[int, ...]  # positions of the inputs whose buffers become outputs
@@ -431,7 +432,7 @@ def build_programs(
     for rows in sorted({spec.policy.rows(width) for width in range(cap + 1)}):
         window = jax.ShapeDtypeStruct((rows, WINDOW_COLUMNS), jnp.int32)
         verify_inputs = (weights, state, window, sampling)
-        by_rows[rows] = Program(f"verify_{rows}_rows", bind(verify), verify_inputs, (1,))
+        by_rows[rows] = Program(f"verify_{rows}_rows", spec, bind(verify), verify_inputs, (1,))
     verifiers = tuple(by_rows[spec.policy.rows(width)] for width in range(cap + 1))
     extender = drafting = None
     if spec.drafter is not None:
@@ -441,9 +442,9 @@ def build_programs(
         cache = jax.eval_shape(lambda: new_drafter_cache(spec))
         size = len(spec.tap_layers) * spec.target.hidden_size
         taps = jax.ShapeDtypeStruct((chunk, size), spec.target.dtype)
-        extender = Program("extend", bind(extend), (drafter, cache, taps, scalar), (1,))
+        extender = Program("extend", spec, bind(extend), (drafter, cache, taps, scalar), (1,))
         taps = jax.ShapeDtypeStruct((MAX_ROWS, size), spec.target.dtype)
         draft_inputs = (drafter, cache, taps, scalar, scalar, scalar)
-        drafting = Program("draft", bind(draft), draft_inputs, (1,))
-    first = Program("prefill", bind(prefill), prefill_inputs, (1,))
+        drafting = Program("draft", spec, bind(draft), draft_inputs, (1,))
+    first = Program("prefill", spec, bind(prefill), prefill_inputs, (1,))
     return Programs(first, verifiers, extender, drafting)

@@ -165,9 +165,9 @@ class WindowRecur:
     def settle(self, path: jax.Array, count: jax.Array) -> States:
         """The states with the first `count` rows of `path` [BLOCK] committed, nothing else."""
         layers = [Layer(old.blocks, old.recent) for old in self._states]
-        layers = delta_rule.settle(layers, self._rules, self._length, path, count)
+        new = delta_rule.settle(layers, self._rules, self._length, path, count)
         settled = []
-        for old, layer, x in zip(self._states, layers, self._inputs, strict=True):
+        for old, layer, x in zip(self._states, new, self._inputs, strict=True):
             columns = delta_rule.last_of_path(len(old.inputs), path, count)
             settled.append(LayerState(*layer, jnp.concatenate([old.inputs, x])[columns]))
         return tuple(settled)

@@ -50,8 +50,8 @@ def row_policy(backend: str, jax_version: tuple[int, ...]) -> RowPolicy:
     if backend != "cpu":
         raise InputError(f"no row table for JAX's backend {backend!r}: run on cpu, xpu or cuda")
     # jax 0.5.0: a row's bits are equal from 8 rows on; newer ones: from 2 rows on, 1 row differs.
-    # A padding row costs some 5 % of a round, a row count more some 10 s of compiling.
-    counts = (2, 4, 6, 8, 12, 16) if jax_version >= (0, 10) else (8, 12, 16)
+    # A padding row costs some 2 % of a round, a row count more some 14 s of compiling.
+    counts = (2, 4, 8, 12, 16) if jax_version >= (0, 10) else (8, 12, 16)
     return RowPolicy(counts, 4, 128, 128)
 
 

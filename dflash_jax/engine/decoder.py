@@ -130,7 +130,7 @@ def prepare(
             vocab_size,
             top_k,
         )
-        decoder = _compiled(spec, target_params, drafter, wanted, progress, attempt.options)
+        decoder = _compiled(spec, target_params, drafter, wanted, progress, attempt.options, say)
         if decoder.check.passed:
             break
         problem = f"{attempt.name}: not exact here ({decoder.check.differences[0]})"
@@ -168,10 +168,11 @@ def _compiled(
     widths: tuple[int, ...],
     progress: Callable[[str, int, int], None],
     options: Mapping[str, Any] | None,
+    say: Say,
 ) -> Decoder:
     params = drafter.params if drafter else None
     programs = build_programs(spec, target_params, params, max(widths))
-    executables = compile_programs(programs, widths, progress, options)
+    executables = compile_programs(programs, widths, progress, options, say)
     weights = target_weights(spec, target_params)
     check, state = selfcheck.check(spec, weights, new_target_state(spec), executables)
     return Decoder(
