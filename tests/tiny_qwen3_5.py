@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.checkpoints import qwen3_5_config, qwen3_5_names
-from dflash_jax.checkpoints.names import nest
+from dflash_jax.checkpoints.names import as_floats
 from dflash_jax.decode import attention as attn
 from dflash_jax.decode.attention import Cache
 from dflash_jax.decode.recurrence import PromptRecur, States, WindowRecur, new_states
@@ -103,36 +103,47 @@ def hf_outputs(model, tokens: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]
     return out.logits.numpy(), [hidden.numpy() for hidden in out.hidden_states]
 
 
-class StateDict:
-    """A model's own tensors as a `names.TensorSource`."""
+class Tensors:
+    """Named arrays as a `names.TensorSource`."""
 
-    label = "state dict"
+    label = "tensors"
 
-    def __init__(self, model):
-        self._tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+    def __init__(self, tensors: dict[str, np.ndarray]):
+        self.tensors = tensors
 
     def shapes(self):
-        return {name: value.shape for name, value in self._tensors.items()}
+        return {name: value.shape for name, value in self.tensors.items()}
 
     def read(self, name):
-        return self._tensors[name]
+        return self.tensors[name]
+
+
+def state_dict(model) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
 def convert(model, dtype="float32") -> tuple[Qwen35Config, dict]:
     description = model.config.to_dict() | {"architectures": [type(model).__name__]}
     config = qwen3_5_config.from_hugging_face(description, "config", np.dtype(dtype))
-    return config, {"params": qwen3_5_names.load_hugging_face(StateDict(model), config)}
+    return config, load(Tensors(state_dict(model)), config)
+
+
+def load(source, config: Qwen35Config) -> dict:
+    store = as_floats(config.dtype)
+    return {"params": qwen3_5_names.load_hugging_face(source, config, store)}
+
+
+def random_tensors(config: Qwen35Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """A checkpoint without transformers, in the official layout."""
+    rng = np.random.default_rng(seed)
+    return {
+        entry.name: weight(entry.name, rng.normal(size=entry.shape)).astype(np.float32)
+        for entry in qwen3_5_names.hugging_face_table(config)
+    }
 
 
 def random_params(config: Qwen35Config, seed: int = 0) -> dict:
-    """Parameters without transformers."""
-    rng = np.random.default_rng(seed)
-    flat = {}
-    for entry in qwen3_5_names.hugging_face_table(config):
-        noise = rng.normal(size=entry.shape)
-        dtype = qwen3_5_names.parameter_dtype(entry.path, config.dtype)
-        flat[entry.path] = jnp.asarray(weight(entry.name, noise), dtype)
-    return {"params": nest(flat)}
+    return load(Tensors(random_tensors(config, seed)), config)
 
 
 def forward(

@@ -1,14 +1,23 @@
-"""Name table of Qwen3.5 for Hugging Face's safetensors. Parameter paths mirror its names."""
+"""Name table of Qwen3.5 for Hugging Face's safetensors.
+
+The parameter paths mirror its names, but for the joined ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import numpy as np
 
-from dflash_jax.checkpoints.names import Entry, Path, TensorSource, check_names, nest
+from dflash_jax.checkpoints.names import (
+    Entry,
+    Path,
+    Store,
+    TensorSource,
+    as_floats,
+    load_parameters,
+)
 from dflash_jax.models.qwen3_5 import FULL, Qwen35Config
 
 # The text part beside vision, and alone; the head stands at the root in both.
@@ -16,6 +25,18 @@ PREFIXES = ("model.language_model.", "model.")
 HEAD = "lm_head.weight"
 # Multi-token prediction and vision: there, and not wanted.
 IGNORED_PREFIXES = ("mtp.", "model.visual.")
+# Linear maps of one input are one parameter, their rows one below the other in this order.
+JOINED = {
+    "self_attn.q_proj": "self_attn.qkv_proj",
+    "self_attn.k_proj": "self_attn.qkv_proj",
+    "self_attn.v_proj": "self_attn.qkv_proj",
+    "linear_attn.in_proj_qkv": "linear_attn.in_proj",
+    "linear_attn.in_proj_z": "linear_attn.in_proj",
+    "linear_attn.in_proj_b": "linear_attn.in_proj",
+    "linear_attn.in_proj_a": "linear_attn.in_proj",
+    "mlp.gate_proj": "mlp.gate_up_proj",
+    "mlp.up_proj": "mlp.gate_up_proj",
+}
 # Small, and exponentiated or multiplied into a float32 state: never rounded to the model's dtype.
 _FLOAT32 = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
 
@@ -32,15 +53,15 @@ def block_shapes(config: Qwen35Config, layer: int) -> dict[str, tuple[int, ...]]
     }
     if c.layer_types[layer] == FULL:
         queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        for name, rows, columns in (
-            ("q_proj", 2 * queries, d),  # of each head: query, gate
-            ("k_proj", keys, d),
-            ("v_proj", keys, d),
-            ("o_proj", d, queries),
-        ):
-            shapes[f"self_attn.{name}.weight"] = (rows, columns)
-            if c.attention_bias:
-                shapes[f"self_attn.{name}.bias"] = (rows,)
+        linears = {
+            "q_proj": (2 * queries, d),  # of each head: query, gate
+            "k_proj": (keys, d),
+            "v_proj": (keys, d),
+            "o_proj": (d, queries),
+        }
+        shapes |= {f"self_attn.{name}.weight": shape for name, shape in linears.items()}
+        if c.attention_bias:
+            shapes |= {f"self_attn.{name}.bias": shape[:1] for name, shape in linears.items()}
         shapes["self_attn.q_norm.weight"] = (c.head_dim,)
         shapes["self_attn.k_norm.weight"] = (c.head_dim,)
         return shapes
@@ -48,14 +69,20 @@ def block_shapes(config: Qwen35Config, layer: int) -> dict[str, tuple[int, ...]]
     return shapes | {
         "linear_attn.in_proj_qkv.weight": (c.conv_dim, d),
         "linear_attn.in_proj_z.weight": (values, d),
-        "linear_attn.in_proj_a.weight": (heads, d),
         "linear_attn.in_proj_b.weight": (heads, d),
+        "linear_attn.in_proj_a.weight": (heads, d),
         "linear_attn.conv1d.weight": (c.conv_dim, 1, c.linear_conv_kernel_dim),
         "linear_attn.A_log": (heads,),
         "linear_attn.dt_bias": (heads,),
         "linear_attn.norm.weight": (c.linear_value_head_dim,),
         "linear_attn.out_proj.weight": (d, values),
     }
+
+
+def _parameter(name: str) -> str:
+    """A block's tensor to its parameter."""
+    module, _, kind = name.rpartition(".")
+    return f"{JOINED.get(module, module)}.{kind}"
 
 
 def hugging_face_table(config: Qwen35Config, prefix: str = PREFIXES[0]) -> list[Entry]:
@@ -68,7 +95,7 @@ def hugging_face_table(config: Qwen35Config, prefix: str = PREFIXES[0]) -> list[
         table.append(Entry(HEAD, ("lm_head", "weight"), matrix))
     for layer in range(config.num_layers):
         for name, shape in block_shapes(config, layer).items():
-            path = (f"layers_{layer}", *name.split("."))
+            path = (f"layers_{layer}", *_parameter(name).split("."))
             table.append(Entry(f"{prefix}layers.{layer}.{name}", path, shape))
     return table
 
@@ -87,23 +114,19 @@ def hugging_face_ignored(config: Qwen35Config, names: Iterable[str]) -> set[str]
     return ignored
 
 
-def parameter_dtype(path: Path, dtype: Any) -> Any:
-    """The dtype that a parameter is kept in, in a model that computes in `dtype`."""
-    return np.dtype("float32") if ".".join(path[1:]) in _FLOAT32 else dtype
+def keeping_float32(store: Store) -> Store:
+    """`store`, but for the parameters that stay float32 whatever the model's dtype."""
+    exact = as_floats(np.float32)
+
+    def chosen(path: Path, tensor: np.ndarray) -> Any:
+        return (exact if ".".join(path[1:]) in _FLOAT32 else store)(path, tensor)
+
+    return chosen
 
 
-def load_hugging_face(source: TensorSource, config: Qwen35Config) -> dict[str, Any]:
-    """Parameters for `Qwen35(config)`; each is read and converted before the next.
-
-    Raises:
-      InputError: a tensor is missing, unclaimed, or of another shape.
-    """
+def load_hugging_face(source: TensorSource, config: Qwen35Config, store: Store) -> dict[str, Any]:
+    """Parameters for `Qwen35(config)`: see `names.load_parameters`."""
     names = source.shapes()
     table = hugging_face_table(config, hugging_face_prefix(names))
-    check_names(source, table, hugging_face_ignored(config, names))
-    flat = {}
-    for entry in table:
-        dtype = parameter_dtype(entry.path, config.dtype)
-        # The copy frees the parameter from the mapped file and from the reader's dtype.
-        flat[entry.path] = jax.device_put(np.array(source.read(entry.name), dtype, order="C"))
-    return nest(flat)
+    ignored = hugging_face_ignored(config, names)
+    return load_parameters(source, table, keeping_float32(store), ignored)

@@ -2,13 +2,15 @@
 
 Most blocks mix tokens by Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024), some by attention whose
 output is gated (Qwen Team 2025, Gated Attention, arXiv 2505.06708). Parameters carry Hugging Face's
-names and orientation. The module holds no cache, no mask and no state: see `layers.Attend` for its
-attention and `Recur` for its recurrences.
+names and orientation; linear maps of one input are joined (`qkv_proj`, `in_proj`, `gate_up_proj`).
+A weight may be an Int8Matrix. The module holds no cache, no mask and no state: see `layers.Attend`
+for its attention and `Recur` for its recurrences.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import flax.linen as nn
@@ -18,8 +20,8 @@ import numpy as np
 
 from dflash_jax.errors import InputError
 from dflash_jax.models import delta_rule, layers
-from dflash_jax.models.layers import Attend, Linear, Rotary, SwiGLU
-from dflash_jax.models.llama import COMPUTE_DTYPES, FLOAT32, TargetOutput
+from dflash_jax.models.layers import Attend, Linear, Rotary
+from dflash_jax.models.llama import COMPUTE_DTYPES, FLOAT32, Matrix, TargetOutput
 
 LINEAR = "linear_attention"
 FULL = "full_attention"
@@ -213,19 +215,24 @@ class GatedAttention(nn.Module):
     def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> jax.Array:
         config = self.config
 
-        def project(name: str, heads: int, width: int) -> jax.Array:
-            y = Linear(heads * width, config.attention_bias, config.dtype, name=name)(x)
-            return y.reshape(*x.shape[:-1], heads, width)
-
-        both = project("q_proj", config.num_heads, 2 * config.head_dim)
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        sizes = (2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        qkv = Linear(sum(sizes), config.attention_bias, config.dtype, name="qkv_proj")(x)
+        both, k, v = (
+            part.reshape(*x.shape[:-1], count, -1)
+            for part, count in zip(_cut(qkv, sizes), (heads, kv_heads, kv_heads), strict=True)
+        )
         q, gate = jnp.split(both, 2, axis=-1)
-        k = project("k_proj", config.num_kv_heads, config.head_dim)
-        v = project("v_proj", config.num_kv_heads, config.head_dim)
         q = CentredRMSNorm(config.rms_norm_eps, config.dtype, name="q_norm")(q)
         k = CentredRMSNorm(config.rms_norm_eps, config.dtype, name="k_norm")(k)
         out = attend(self.index, _rotate_first(q, rotary), _rotate_first(k, rotary), v)
         out = (out * jax.nn.sigmoid(gate)).reshape(*x.shape[:-1], -1)
         return Linear(config.hidden_size, config.attention_bias, config.dtype, name="o_proj")(out)
+
+
+def _cut(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Parts of the last axis, one behind the other."""
+    return jnp.split(x, np.cumsum(sizes)[:-1], axis=-1)
 
 
 def _rotate_first(x: jax.Array, rotary: Rotary) -> jax.Array:
@@ -245,25 +252,24 @@ class GatedDeltaNet(nn.Module):
         config = self.config
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
 
-        def project(name: str, width: int) -> jax.Array:
-            return Linear(width, dtype=config.dtype, name=name)(x)
+        keys, values = config.linear_key_dim, config.linear_value_dim
 
-        qkv = recur.inputs(self.index, project("in_proj_qkv", config.conv_dim))
+        sizes = (config.conv_dim, values, value_heads, value_heads)
+        joined = Linear(sum(sizes), dtype=config.dtype, name="in_proj")(x)
+        qkv, z, b, a = _cut(joined, sizes)
+        qkv = recur.inputs(self.index, qkv)
         qkv = ShortConvolution(config.linear_conv_kernel_dim, name="conv1d")(qkv)
         q, k, v = (
             part.reshape(*x.shape[:-1], heads, -1)
             for part, heads in zip(
-                jnp.split(qkv, (config.linear_key_dim, 2 * config.linear_key_dim), axis=-1),
-                (key_heads, key_heads, value_heads),
-                strict=True,
+                _cut(qkv, (keys, keys, values)), (key_heads, key_heads, value_heads), strict=True
             )
         )
-        z = project("in_proj_z", config.linear_value_dim)
-        beta = jax.nn.sigmoid(project("in_proj_b", value_heads).astype(jnp.float32))
+        beta = jax.nn.sigmoid(b.astype(jnp.float32))
         rate = self.param("A_log", nn.initializers.zeros, (value_heads,), jnp.float32)
         bias = self.param("dt_bias", nn.initializers.ones, (value_heads,), jnp.float32)
-        a = project("in_proj_a", value_heads).astype(jnp.float32)
-        g = -jnp.exp(rate.astype(jnp.float32)) * jax.nn.softplus(a + bias.astype(jnp.float32))
+        step = jax.nn.softplus(a.astype(jnp.float32) + bias.astype(jnp.float32))
+        g = -jnp.exp(rate.astype(jnp.float32)) * step
         # Never positive, and so unchanged; but it keeps the compiler from merging this product
         # into sums of g, whose bits would then depend on which of the g come from memory.
         g = jnp.minimum(g, 0)
@@ -293,6 +299,21 @@ class ShortConvolution(nn.Module):
         return jax.nn.silu(sum(terms[1:], terms[0]))
 
 
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020); gate and up are one map."""
+
+    config: Qwen35Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+        size = config.intermediate_size
+        gate_up = Linear(2 * size, dtype=config.dtype, name="gate_up_proj")(x)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        down = Linear(config.hidden_size, dtype=config.dtype, name="down_proj")
+        return down(jax.nn.silu(gate) * up)
+
+
 class Block(nn.Module):
     """A token mixer and a feed-forward, each on the normed residual stream."""
 
@@ -311,19 +332,7 @@ class Block(nn.Module):
             mixed = GatedDeltaNet(config, index, name="linear_attn")(normed, recur)
         x = x + mixed
         norm = CentredRMSNorm(config.rms_norm_eps, config.dtype, name="post_attention_layernorm")
-        return x + SwiGLU(config.intermediate_size, dtype=config.dtype, name="mlp")(norm(x))
-
-
-class Matrix(nn.Module):
-    """A bare [rows, D] matrix named `weight`: the embedding and the untied head."""
-
-    rows: int
-    features: int
-
-    @nn.compact
-    def __call__(self) -> jax.Array:
-        init = nn.initializers.normal(0.02)
-        return self.param("weight", init, (self.rows, self.features), jnp.float32)
+        return x + MLP(config, name="mlp")(norm(x))
 
 
 class Qwen35(nn.Module):
@@ -376,18 +385,12 @@ class Qwen35(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [..., T] -> [..., T, D]."""
-        return self.embed_tokens()[tokens].astype(self.config.dtype)
+        return layers.rows_of(self.embed_tokens(), tokens, self.config.dtype)
 
-    def head(self) -> jax.Array:
+    def head(self) -> layers.Weight:
         """The output head [V, D]: a drafter shares it."""
         return self.embed_tokens() if self.config.tie_word_embeddings else self.lm_head()
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., T, D], normed -> float32 [..., T, V]; accumulated and kept in float32."""
-        dtype = self.config.dtype
-        return jax.lax.dot_general(
-            hidden.astype(dtype),
-            self.head().astype(dtype),
-            (((hidden.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        return layers.logits(hidden.astype(self.config.dtype), self.head())
