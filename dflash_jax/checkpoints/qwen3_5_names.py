@@ -5,7 +5,7 @@ The parameter paths mirror its names, but for the joined ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,10 @@ from dflash_jax.models.qwen3_5 import FULL, Qwen35Config
 # The text part beside vision, and alone; the head stands at the root in both.
 PREFIXES = ("model.language_model.", "model.")
 HEAD = "lm_head.weight"
+# As MLX converts it: the head inside, norms with their one added, another order of conv1d's axes.
+MLX = "language_model."
 # Multi-token prediction and vision: there, and not wanted.
-IGNORED_PREFIXES = ("mtp.", "model.visual.")
+IGNORED_PREFIXES = ("mtp.", "model.visual.", "vision_tower.", f"{MLX}mtp.")
 # Linear maps of one input are one parameter, their rows one below the other in this order.
 JOINED = {
     "self_attn.q_proj": "self_attn.qkv_proj",
@@ -100,17 +102,40 @@ def hugging_face_table(config: Qwen35Config, prefix: str = PREFIXES[0]) -> list[
     return table
 
 
-def hugging_face_prefix(names: Iterable[str]) -> str:
-    """Which of PREFIXES a checkpoint uses; the official one when it has no embedding at all."""
-    present = set(names)
-    return next((p for p in PREFIXES if f"{p}embed_tokens.weight" in present), PREFIXES[0])
+def mlx_table(config: Qwen35Config) -> list[Entry]:
+    entries = []
+    for entry in hugging_face_table(config, "model."):
+        shape, transform = entry.shape, None
+        if entry.name.endswith("conv1d.weight"):
+            shape, transform = (shape[0], shape[2], shape[1]), _last_axis_to_middle
+        elif entry.name.endswith("norm.weight") and "linear_attn" not in entry.name:
+            transform = _less_one
+        entries.append(Entry(MLX + entry.name, entry.path, shape, transform))
+    return entries
 
 
-def hugging_face_ignored(config: Qwen35Config, names: Iterable[str]) -> set[str]:
+def _last_axis_to_middle(x: np.ndarray) -> np.ndarray:
+    return np.swapaxes(x, 1, 2)
+
+
+def _less_one(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) - 1
+
+
+def table_of(config: Qwen35Config, names: Collection[str]) -> list[Entry]:
+    """The table of the layout that a checkpoint's names are in; the official one in doubt."""
+    for prefix in PREFIXES:
+        if f"{prefix}embed_tokens.weight" in names:
+            return hugging_face_table(config, prefix)
+    mlx = any(name.startswith(MLX) for name in names)
+    return mlx_table(config) if mlx else hugging_face_table(config)
+
+
+def ignored_of(config: Qwen35Config, names: Collection[str]) -> set[str]:
     """Those of `names` that a checkpoint may hold beside the table's."""
     ignored = {name for name in names if name.startswith(IGNORED_PREFIXES)}
     if config.tie_word_embeddings:
-        ignored.add(HEAD)
+        ignored |= {HEAD, MLX + HEAD}
     return ignored
 
 
@@ -127,6 +152,5 @@ def keeping_float32(store: Store) -> Store:
 def load_hugging_face(source: TensorSource, config: Qwen35Config, store: Store) -> dict[str, Any]:
     """Parameters for `Qwen35(config)`: see `names.load_parameters`."""
     names = source.shapes()
-    table = hugging_face_table(config, hugging_face_prefix(names))
-    ignored = hugging_face_ignored(config, names)
+    table, ignored = table_of(config, names), ignored_of(config, names)
     return load_parameters(source, table, keeping_float32(store), ignored)
