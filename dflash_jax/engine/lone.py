@@ -54,8 +54,20 @@ class RoundRecord(NamedTuple):
     chances: np.ndarray  # landing chance of every node
     landed: np.ndarray  # bool [width]
     round_ms: float  # the whole round, from lattice to lattice
-    host_ms: float  # of it: grow, price, dispatch, learn
+    host_ms: float  # of it: grow, price, dispatch
     sample: bool  # whether round_ms says something about the width
+
+
+class _Observation(NamedTuple):
+    """A round that is still to be learned from."""
+
+    tree: DraftTree
+    width: int
+    context: int
+    round_ms: float
+    landed: np.ndarray
+    sample: bool
+    chances: np.ndarray
 
 
 class Stream:
@@ -84,6 +96,7 @@ class Stream:
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self._closed = False
+        self._to_learn: _Observation | None = None
 
     def __enter__(self) -> Stream:
         return self
@@ -98,6 +111,7 @@ class Stream:
         self._closed = True
         self._decoder.buffers = Buffers(self._state, self._drafter_cache)
         if self._rule is not None:
+            self._learn()
             self._driver.calibration = self._rule.keep()
 
     @property
@@ -162,20 +176,19 @@ class Stream:
         tree, chances, width = self._choose(context)
         window = window_array(tree, width, decoder.spec.policy.rows(width))
         done: Round = decoder.executables.verify[width](
-            decoder.weights, self._state, jnp.asarray(window), self._sampling
+            decoder.weights, self._state, window, self._sampling
         )
         self._state = done.state
         dispatched = self._dispatch_draft(done, done.report.emitted)
         host_ms = (time.perf_counter() - start) * 1e3
+        self._learn()  # from the round before, while the device works
         report, self._lattice = jax.device_get(dispatched)
-        read = time.perf_counter()
-        round_ms = (read - start) * 1e3
+        round_ms = (time.perf_counter() - start) * 1e3
         count = int(report.emitted)
         self._length += count
         landed = report.landed[:width]
-        self._learn(tree, width, context, round_ms, landed, sample)
+        self._to_learn = _Observation(tree, width, context, round_ms, landed, sample, chances)
         emitted = self._emit(report.tokens[:count].tolist())
-        host_ms += (time.perf_counter() - read) * 1e3
         return RoundRecord(
             emitted, context, width, tree, chances, landed, round_ms, host_ms, sample
         )
@@ -198,22 +211,21 @@ class Stream:
         chances = driver.landing.chances(tree.own, tree.parents, tree.depths - 1, sampled)
         return tree, chances, self._decoder.compiled_width(rule.choose(chances, context))
 
-    def _learn(
-        self,
-        tree: DraftTree,
-        width: int,
-        context: int,
-        round_ms: float,
-        landed: np.ndarray,
-        sample: bool,
-    ) -> None:
-        if self._rule is None or len(tree.tokens) == 0:
+    def _learn(self) -> None:
+        """Teaches the rule and the landing model the last round; once."""
+        seen, self._to_learn = self._to_learn, None
+        if self._rule is None or seen is None or len(seen.tree.tokens) == 0:
             return
         self._rule.observe(
-            width=width, context_length=context, round_ms=round_ms, landed=landed, sample=sample
+            width=seen.width,
+            context_length=seen.context,
+            round_ms=seen.round_ms,
+            landed=seen.landed,
+            sample=seen.sample,
+            chances=seen.chances,
         )
-        sampled = not self._request.sampling.greedy
-        self._driver.landing.observe(tree.own, tree.parents, tree.depths - 1, landed, sampled)
+        sampled, tree = not self._request.sampling.greedy, seen.tree
+        self._driver.landing.observe(tree.own, tree.parents, tree.depths - 1, seen.landed, sampled)
 
     def _dispatch_draft(self, done: Round, count: jax.Array) -> tuple[Any, Any]:
         """Enqueues the next block behind the verified window; (report, lattice) on the device."""

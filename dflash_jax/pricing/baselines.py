@@ -89,6 +89,7 @@ class Ratio(Rule):
         round_ms: float,
         landed: np.ndarray,
         sample: bool = True,
+        chances: np.ndarray | None = None,
     ) -> None:
         self._round += 1
         if not (sample and 0.0 < round_ms < math.inf):
@@ -140,6 +141,7 @@ class Tiers(Rule):
         round_ms: float,
         landed: np.ndarray,
         sample: bool = True,
+        chances: np.ndarray | None = None,
     ) -> None:
         count = float(np.count_nonzero(landed))
         if count >= width:

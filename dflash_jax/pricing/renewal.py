@@ -37,6 +37,12 @@ def best_width(expected: np.ndarray, prices: np.ndarray, rate: float) -> int:
     return int(len(gain) - 1 - np.argmax(gain[::-1]))
 
 
+def _checked(chances: np.ndarray, most: int) -> np.ndarray:
+    """The first `most` chances; zeros if they are none: a drafter gone wrong offers nothing."""
+    chances = np.asarray(chances, float)[:most]
+    return chances if 0.0 <= float(chances.sum()) <= len(chances) + 1e-6 else np.zeros(len(chances))
+
+
 class Renewal(Rule):
     """argmax of E[w] − λ·c[w], λ = discounted tokens ÷ the present prices of the widths run."""
 
@@ -58,12 +64,9 @@ class Renewal(Rule):
 
     def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
         expected = self._expected[: n + 1]
-        self._chances = np.asarray(chances, float)[:n]
+        self._chances = _checked(chances, n)
         np.add.accumulate(self.trust.apply(self._chances), out=expected[1:])
         expected[1:] += 1.0
-        if not expected[n] <= n + 1.0:  # not a number: a drafter gone wrong offers nothing
-            self._chances = np.zeros(n)
-            expected[1:] = 1.0
         full = self.cost.prices(context_length)
         if not self._tokens:
             self._start(expected, context_length)
@@ -104,11 +107,13 @@ class Renewal(Rule):
         round_ms: float,
         landed: np.ndarray,
         sample: bool = True,
+        chances: np.ndarray | None = None,
     ) -> None:
+        given = self._chances if chances is None else _checked(chances, self.cap)
         self._tokens = MEMORY * self._tokens + 1.0 + float(np.count_nonzero(landed))
         self._widths *= MEMORY
         self._widths[width] += 1.0
-        self.trust.observe(self._chances[:width], np.asarray(landed))
+        self.trust.observe(given[:width], np.asarray(landed))
         band = band_of(context_length)
         if band != self._band:
             self._save_band()

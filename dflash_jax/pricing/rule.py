@@ -103,13 +103,15 @@ class Rule(abc.ABC):
         round_ms: float,
         landed: np.ndarray,
         sample: bool = True,
+        chances: np.ndarray | None = None,
     ) -> None:
-        """Learns from the round that the last `choose` priced.
+        """Learns from a round that `choose` priced.
 
         landed: bool array [width], which verified nodes were accepted. round_ms: the whole round,
         synchronised at its end. sample: False for a round whose time says nothing about its width
         (the first after a prompt, the first after a cold restart of the drafter's context, any
-        that compiled); what it landed still counts.
+        that compiled); what it landed still counts. chances: what `choose` was given for this
+        round, if it has been called again since; None: the last call's.
         """
 
     def keep(self) -> dict[str, Any]:

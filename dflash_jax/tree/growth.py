@@ -75,11 +75,6 @@ def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> Dra
       that was proposed earlier: by the parent's pop, then by rank among its siblings.
     """
     depth_limit, count = candidates.shape
-    children = min(CHILDREN, count)
-    # Ranks of all siblings at once: one vectorised sort is cheaper than one small sort a pop.
-    order = np.argsort(-log_chances, axis=-1, kind="stable")[..., :children]
-    ranked = np.take_along_axis(log_chances, order, axis=-1).tolist()
-    order = order.tolist()
     ids = candidates.tolist()
 
     tokens: list[int] = []
@@ -91,8 +86,11 @@ def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> Dra
 
     def propose(parent: int, position: int, before: int, path_score: float) -> None:
         nonlocal proposals
-        scores = ranked[position][before]
-        for candidate, score in zip(order[position][before], scores, strict=True):
+        scores = log_chances[position, before].tolist()
+        # Stable, so equal scores stay in order. Ranked here, since most siblings are never asked.
+        ranks = sorted(range(count), key=scores.__getitem__, reverse=True)
+        for candidate in ranks[:CHILDREN]:
+            score = scores[candidate]
             entry = (-(path_score + score), proposals, parent, position, candidate, score)
             heapq.heappush(heap, entry)
             proposals += 1
