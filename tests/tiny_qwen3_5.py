@@ -186,13 +186,22 @@ class Stream(NamedTuple):
 class Decoder:
     """Prefill and verification, jitted once for each shape."""
 
-    def __init__(self, config: Qwen35Config, params: dict, chunk: int = 64, capacity: int = 768):
+    def __init__(
+        self,
+        config: Qwen35Config,
+        params: dict,
+        chunk: int = 64,
+        capacity: int = 768,
+        backend: str = "cpu",
+    ):
         self.config, self.params = config, params
-        policy = row_policy("cpu", jax.__version_info__)
-        self.policy = RowPolicy(policy.row_counts, policy.query_tile, policy.key_chunk, chunk)
+        policy = row_policy(backend, jax.__version_info__)
+        counts = policy.row_counts
+        counts = (counts[0], counts[len(counts) // 2], counts[-1])  # each costs some seconds
+        self.policy = RowPolicy(counts, policy.query_tile, policy.key_chunk, chunk)
         self.capacity = capacity
-        self.prefill_chunk = jax.jit(functools.partial(_prefill, self))
-        self.verify = jax.jit(functools.partial(_verify, self))
+        self.prefill_chunk = jax.jit(functools.partial(prefill, self))
+        self.verify = jax.jit(functools.partial(verify, self))
 
     def new_stream(self) -> Stream:
         c = self.config
@@ -231,7 +240,7 @@ class _KeysValues:
         return Cache(put(cache.k, self.k), put(cache.v, self.v))
 
 
-def _prefill(decoder: Decoder, stream: Stream, tokens: jax.Array, count: jax.Array):
+def prefill(decoder: Decoder, stream: Stream, tokens: jax.Array, count: jax.Array):
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     causal = rows[:, None] >= rows[None, :]
     start = jnp.full_like(rows, stream.length)
@@ -258,7 +267,7 @@ class Verified(NamedTuple):
     hidden: jax.Array  # [T, D] before the final norm: a tap
 
 
-def _verify(decoder: Decoder, stream: Stream, window: jax.Array, path: jax.Array, count: jax.Array):
+def verify(decoder: Decoder, stream: Stream, window: jax.Array, path: jax.Array, count: jax.Array):
     """A window's rows, and the stream with the first `count` rows of `path` committed."""
     depths, paths = window[:, DEPTH], window[:, PATH:]
     near = attn.near_keys(stream.length, depths, paths)

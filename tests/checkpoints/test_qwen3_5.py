@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 
 import gguf
 import jax
@@ -202,6 +204,39 @@ def test_the_released_sizes_give_the_released_tensors():
     assert table[fourth + "self_attn.q_proj.weight"] == (12288, 5120)
     assert table[fourth + "self_attn.o_proj.weight"] == (5120, 6144)
     assert table["lm_head.weight"] == (248320, 5120)
+
+
+_PEAK = """
+import gc, sys
+from dflash_jax.checkpoints.hybrid import load_hybrid
+def mib(key):
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+loaded = load_hybrid(sys.argv[1], "bfloat16")
+gc.collect()
+print(mib("VmHWM") - mib("VmRSS"))
+"""
+
+
+@pytest.mark.slow
+def test_loading_streams(tmp_path):
+    """A process that loads 320 MiB never holds half a shard beside what stays."""
+    sizes = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072}
+    layers = list(CONFIG.layer_types * 4)
+    text = TEXT_CONFIG | sizes | {"num_hidden_layers": len(layers), "layer_types": layers}
+    description = CONFIG_JSON | {"text_config": text}
+    config = qwen3_5_config.from_hugging_face(description, "config", np.dtype("float32"))
+    tensors = {
+        entry.name: np.zeros(entry.shape, ml_dtypes.bfloat16)
+        for entry in qwen3_5_names.hugging_face_table(config)
+    }
+    directory = write(tmp_path / "large", tensors, description, shards=3)
+    shard = max(file.stat().st_size for file in directory.glob("*.safetensors")) / 2**20
+    command = [sys.executable, "-c", _PEAK, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert shard > 90
+    assert float(done.stdout) < 0.5 * shard
 
 
 # --- what is refused ----------------------------------------------------------------------------
