@@ -19,6 +19,7 @@ import gguf
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax.checkpoints import load_target, target
+from dflash_jax.models import layers
 from dflash_jax.models.llama import FactorScaling, LinearScaling, Llama3Scaling
 from tests import tiny_llama
 from tests.models.test_llama import LINEAR, LLAMA3
@@ -154,6 +155,25 @@ def test_bfloat16_params_round_the_float32_ones(saved):
     exact = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), load_target(saved).params)
     assert rounded.config.dtype == jnp.bfloat16
     assert_equal_params(rounded.params, exact)
+
+
+def test_int8_matrices_are_the_rounded_float_ones(saved):
+    floats, int8 = load_target(saved).params, load_target(saved, "int8").params
+    assert load_target(saved, "int8").config.dtype == jnp.float32
+
+    def rounded(path, leaf):
+        if path[-1].key != "weight" or leaf.ndim != 2:
+            return leaf
+        return layers.Int8Matrix(*layers.int8_rows_and_scale(np.asarray(leaf)))
+
+    assert_equal_params(int8, jax.tree_util.tree_map_with_path(rounded, floats))
+    kinds = {leaf.dtype.name for leaf in jax.tree.leaves(int8)}
+    assert kinds == {"int8", "float32"}
+
+
+def test_unknown_weights_are_refused(saved):
+    with pytest.raises(InputError, match=r"weights 'int3' are none of .*int8"):
+        load_target(saved, "int3")
 
 
 def test_old_rope_keys_and_known_leftovers_are_read(directory):

@@ -10,14 +10,17 @@ import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from dflash_jax.decode.executables import CompileCounter
 from dflash_jax.decode.sampling import GREEDY, Sampling
-from dflash_jax.engine import LoneDriver, Request, token_sha256
+from dflash_jax.engine import LoneDriver, Request, prepare, token_sha256
 from dflash_jax.engine.lone import LENGTH, STOP
 from dflash_jax.errors import InputError
+from dflash_jax.models import layers
 from dflash_jax.tree.growth import NO_PARENT
 from tests.decode import tiny
 
@@ -81,6 +84,67 @@ def check_record(record) -> None:
     spelled = [int(record.tree.tokens[node]) for node in path]
     assert list(record.tokens[: len(spelled)]) == spelled[: len(record.tokens)]
     assert len(record.tokens) <= len(spelled) + 1
+
+
+class Spy:
+    """A rule that verifies three nodes and writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict] = []
+
+    def choose(self, chances, context_length):
+        del context_length
+        return min(3, len(chances))
+
+    def observe(self, **what) -> None:
+        self.told.append(what)
+
+    def keep(self):
+        return len(self.told)
+
+    def seed(self, calibration) -> None:
+        pass
+
+
+def test_the_rule_learns_each_round_once_with_its_own_chances(monkeypatch):
+    driver, spy = LoneDriver(tiny.decoder(), rule="fixed:3"), Spy()
+    monkeypatch.setattr(driver, "_make_rule", lambda: spy)
+    _, _, records = tiny.decode(driver, Request(tiny.prompt_of(33), GREEDY, 12))
+    assert driver.calibration == len(records) - 1  # the last one is learned before the rule is kept
+    for told, record in zip(spy.told, records[1:], strict=True):
+        assert told["width"] == record.width == 3
+        assert told["context_length"] == record.context_length
+        assert told["round_ms"] == record.round_ms
+        assert told["sample"] is record.sample
+        np.testing.assert_array_equal(told["chances"], record.chances)
+        np.testing.assert_array_equal(told["landed"], record.landed)
+
+
+def test_int8_weights_give_one_hash_too():
+    params = {
+        name: layers.Int8Matrix(*map(jnp.asarray, layers.int8_rows_and_scale(np.asarray(leaf))))
+        if name[-1] == "weight" and leaf.ndim == 2
+        else leaf
+        for name, leaf in flatten_dict(tiny.target_params()).items()
+    }
+    decoder = prepare(
+        tiny.TARGET,
+        unflatten_dict(params),
+        tiny.drafter(),
+        vocab_size=tiny.KNOWN,
+        context_limit=tiny.CONTEXT_LIMIT,
+        policy=tiny.policy(),
+        widths=(0, 3, 15),
+        time_widths=False,
+    )
+    for name, sampling in SAMPLINGS.items():
+        request = Request(tiny.prompt_of(50), sampling, 30)
+        hashes = set()
+        for rule in ("fixed:0", "fixed:3", "fixed:15"):
+            with LoneDriver(decoder, rule=rule).stream(request) as stream:
+                list(stream.rounds())
+            hashes.add(stream.token_sha256)
+        assert len(hashes) == 1, name
 
 
 def test_an_accepted_path_may_be_a_whole_window_deep():
@@ -305,7 +369,7 @@ def test_nothing_compiles_after_the_first_stream():
 _CHILD = """
 import json, sys
 from dflash_jax.decode.executables import CompileCounter
-from dflash_jax.engine import LoneDriver, Request, token_sha256
+from dflash_jax.engine import LoneDriver, Request, prepare, token_sha256
 from tests.decode import tiny
 from tests.engine.test_lone import SAMPLINGS
 decoder = tiny.make_decoder(widths=(0, 3, 15))

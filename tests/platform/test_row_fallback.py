@@ -47,7 +47,7 @@ class Attempts:
         self.failing = failing
         self.made: list[tuple[RowPolicy, Any]] = []
 
-    def __call__(self, spec, params, drafter, widths, progress, options) -> Any:
+    def __call__(self, spec, params, drafter, widths, progress, options, say) -> Any:
         del params, drafter, progress
         self.made.append((spec.policy, options))
         differences = ("width 3, greedy chain: k",) if len(self.made) <= self.failing else ()

@@ -220,6 +220,25 @@ def test_bands_are_kept_across_contexts():
     assert short[5] - short[1] < 12.0
 
 
+def test_a_round_learned_late_counts_with_its_own_chances():
+    """The engine observes a round after it has priced the next one."""
+    first, second = np.array([0.9, 0.8, 0.1]), np.array([0.2, 0.1, 0.05])
+    landed = np.array([True, False, False])
+    prompt, late = (make_rule("renewal", prior=linear_prior()) for _ in range(2))
+    seen = {"width": 3, "context_length": 500, "round_ms": 36.0, "landed": landed}
+    prompt.choose(first, 500)
+    prompt.observe(**seen)
+    late.choose(first, 500)
+    late.choose(second, 503)
+    late.observe(**seen, chances=first)
+    prompt.choose(second, 503)
+    for rule in (prompt, late):
+        rule.observe(**seen | {"context_length": 503}, chances=second)
+    np.testing.assert_array_equal(prompt.trust.bias, late.trust.bias)
+    np.testing.assert_array_equal(prompt.cost.m, late.cost.m)
+    assert prompt.choose(second, 503) == late.choose(second, 503)
+
+
 def test_equal_rounds_do_not_make_the_width_flip():
     """FAULTS: the width flips between two values several times a second."""
     rule = make_rule("renewal", prior=linear_prior(node=3.0))
