@@ -159,9 +159,14 @@ class CompressedSource(_QuantisedSource):
             )
         (group,) = groups.values()
         weights = group.get("weights") or {}
-        covered = {"num_bits": 4, "type": "int", "strategy": "group", "actorder": None}
-        for name, value in covered.items():
-            if weights.get(name) != value:
+        covered: dict[str, tuple[Any, ...]] = {
+            "num_bits": (4,),
+            "type": ("int",),
+            "strategy": ("group",),
+            "actorder": (None, "static", "weight"),  # those that keep the groups in order
+        }
+        for name, values in covered.items():
+            if weights.get(name) not in values:
                 raise InputError(f"{directory}: {name} {weights.get(name)!r} is not supported")
         if group.get("input_activations"):
             raise InputError(f"{directory}: quantised activations are not supported")

@@ -409,6 +409,18 @@ def test_compressed_tensors(tmp_path, symmetric):
             load_hybrid(write(tmp_path / "spoilt", spoilt, description))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"num_bits": 8}, "num_bits 8"), ({"actorder": "group"}, "actorder 'group'")],
+)
+def test_compressed_tensors_refused(official, change, message):
+    description = compressed(32, True)
+    (group,) = description["quantization_config"]["config_groups"].values()
+    group["weights"] |= change
+    with pytest.raises(InputError, match=message):
+        load_hybrid(write(official, config=description))
+
+
 def compressed(group, symmetric):
     weights = {
         "num_bits": 4,
