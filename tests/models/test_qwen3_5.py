@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.checkpoints import qwen3_5_names
 from dflash_jax.checkpoints.names import as_floats, as_int8
+from dflash_jax.decode.sampling import Sampling, picks
 from dflash_jax.errors import InputError
 from dflash_jax.models import layers
 from dflash_jax.models.qwen3_5 import FULL, LINEAR, Qwen35, WholeSequence
@@ -265,6 +266,50 @@ def test_bits_do_not_depend_on_the_row_count():
         for rows in decoder.policy.row_counts
     ]
     assert all(result == results[0] for result in results)
+
+
+LENGTH = 64  # tokens of a reply
+_picks = jax.jit(picks)
+
+
+def reply(width: int, sampling: Sampling, known: list[int]) -> tuple[list[int], int]:
+    """(tokens, rounds) of a reply whose trees mix `known`'s tokens with wrong ones."""
+    decoder, stream, rng = plain().decoder, plain().streams[PROMPT], np.random.default_rng(width)
+    arrays = sampling.arrays()
+    tokens, rounds = [int(TEXT[PROMPT])], 0
+    while len(tokens) < LENGTH:
+        tree = random_tree(rng, width)
+        path = path_to(tree, int(rng.integers(0, width + 1)))
+        right = known[len(tokens) : len(tokens) + len(path) - 1]
+        for row, token in zip(path[1:], right, strict=False):
+            tree.tokens[row - 1] = token
+        rows, _ = verify(decoder, stream, tree, tokens[-1:], [0])
+        depths = np.concatenate([[0], tree.depths, np.zeros(len(rows.logits) - width - 1, int)])
+        positions = jnp.asarray(int(stream.length) + depths + 1, jnp.int32)
+        chosen = np.asarray(_picks(rows.logits, positions, arrays))
+        landed = [0]  # from the anchor, to a child that holds the pick, and so on
+        while True:
+            parent = landed[-1] - 1 if landed[-1] else NO_PARENT
+            matches = (tree.parents == parent) & (tree.tokens == chosen[landed[-1]])
+            if not matches.any() or len(landed) == MAX_ROWS:
+                break
+            landed.append(int(np.argmax(matches)) + 1)
+        _, stream = verify(decoder, stream, tree, tokens[-1:], landed)
+        tokens += [int(token) for token in chosen[landed]]
+        rounds += 1
+    return tokens[:LENGTH], rounds
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)])
+def test_replies_are_equal_at_every_width(sampling):
+    expected, most = reply(0, sampling, [])
+    total = 0
+    for width in range(1, 16):
+        got, rounds = reply(width, sampling, expected)
+        assert got == expected, width
+        total += rounds
+    assert most == LENGTH - 1
+    assert 150 < total < 15 * most  # some hundreds of rounds, in which drafts landed
 
 
 # --- the module ---------------------------------------------------------------------------------
