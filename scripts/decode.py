@@ -105,7 +105,7 @@ def run(options: Options, found: platform.Platform) -> None:
     trace_out = Lines(_TRACE_OUT.value, "trace_out")
     begin = time.perf_counter()
     config = ModelConfig.from_config(_CONFIG.value)
-    # Plain decoding loads the drafter too: the target's programs are then the same, taps included.
+    # Plain decoding loads the drafter too: it then runs the same programs, taps included.
     models = load_models(config)
     prompts = read_prompts(models.target.tokenizer, options.chat)
     require_fit(prompts, config.context_limit, models.target.config.vocab_size)

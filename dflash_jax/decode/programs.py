@@ -423,8 +423,14 @@ def build_programs(
     sampling = shapes(Sampling().arrays())
     chunk = spec.policy.prefill_chunk
 
-    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *inputs: function(spec, *inputs)
+    def describe(
+        name: str, function: Callable[..., Any], inputs: tuple[Any, ...], donated: int
+    ) -> Program:
+        def bound(*inputs: Any) -> Any:
+            return function(spec, *inputs)
+
+        bound.__name__ = name  # for profilers and XLA's messages
+        return Program(name, spec, bound, inputs, (donated,))
 
     tokens = jax.ShapeDtypeStruct((chunk,), jnp.int32)
     prefill_inputs = (weights, state, tokens, scalar, sampling)
@@ -432,7 +438,7 @@ def build_programs(
     for rows in sorted({spec.policy.rows(width) for width in range(cap + 1)}):
         window = jax.ShapeDtypeStruct((rows, WINDOW_COLUMNS), jnp.int32)
         verify_inputs = (weights, state, window, sampling)
-        by_rows[rows] = Program(f"verify_{rows}_rows", spec, bind(verify), verify_inputs, (1,))
+        by_rows[rows] = describe(f"verify_{rows}_rows", verify, verify_inputs, 1)
     verifiers = tuple(by_rows[spec.policy.rows(width)] for width in range(cap + 1))
     extender = drafting = None
     if spec.drafter is not None:
@@ -442,9 +448,9 @@ def build_programs(
         cache = jax.eval_shape(lambda: new_drafter_cache(spec))
         size = len(spec.tap_layers) * spec.target.hidden_size
         taps = jax.ShapeDtypeStruct((chunk, size), spec.target.dtype)
-        extender = Program("extend", spec, bind(extend), (drafter, cache, taps, scalar), (1,))
+        extender = describe("extend", extend, (drafter, cache, taps, scalar), 1)
         taps = jax.ShapeDtypeStruct((MAX_ROWS, size), spec.target.dtype)
         draft_inputs = (drafter, cache, taps, scalar, scalar, scalar)
-        drafting = Program("draft", spec, bind(draft), draft_inputs, (1,))
-    first = Program("prefill", spec, bind(prefill), prefill_inputs, (1,))
+        drafting = describe("draft", draft, draft_inputs, 1)
+    first = describe("prefill", prefill, prefill_inputs, 1)
     return Programs(first, verifiers, extender, drafting)
