@@ -96,6 +96,7 @@ class Stream:
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self._closed = False
+        self._lattice: Lattice | None = None
         self._to_learn: _Observation | None = None
 
     def __enter__(self) -> Stream:
@@ -113,6 +114,11 @@ class Stream:
         if self._rule is not None:
             self._learn()
             self._driver.calibration = self._rule.keep()
+
+    @property
+    def lattice(self) -> Lattice | None:
+        """What the next round's tree grows from."""
+        return self._lattice
 
     @property
     def token_sha256(self) -> str:
@@ -312,11 +318,15 @@ class LoneDriver:
         Raises:
           InputError: the prompt does not fit.
         """
+        return Stream(self, request, self.new_rule())
+
+    def new_rule(self) -> pricing.Rule | None:
+        """A rule for the next stream, with what the last ones have taught; None when plain."""
         if self.plain:
-            return Stream(self, request, None)
+            return None
         rule = self._make_rule()
         rule.seed(self.calibration)
-        return Stream(self, request, rule)
+        return rule
 
 
 def token_sha256(tokens: list[int]) -> str:
