@@ -63,7 +63,7 @@ def run() -> None:
     lines = describe("as stored", target, parity.compare(target, peer, sequences))
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / "float32.gguf"
-        parity.dequantised_copy(path, copy)
+        parity.converted_copy(path, copy)
         peer = parity.open_peer(copy, _THREADS.value)
         lines += describe("dequantised", target, parity.compare(target, peer, sequences))
     for line in lines:

@@ -18,12 +18,12 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from rich.console import Console
 
-from dflash_jax.errors import one_line_errors
+from dflash_jax.errors import InputError, one_line_errors
 from dflash_jax.train import recipe
 from dflash_jax.train.devices import data_mesh
 from dflash_jax.train.generate import tokenizer_fingerprint
 from dflash_jax.train.loop import Report, Trainer, corpus_head, frequent_ids, stop_on_signal
-from dflash_jax.train.shards import read_corpus
+from dflash_jax.train.shards import read_corpus, write_problem
 from dflash_jax.train.step import Metrics, Models, count_parameters
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "the recipe", lock_config=True)
@@ -57,17 +57,21 @@ def run(console: Console) -> None:
         f" {len(corpus.train.tokens):,} sequences with {int(corpus.train.own.sum()):,} own tokens,"
         f" {len(corpus.held_out.tokens):,} held out, from step {trainer.step}"
     )
-    log = pathlib.Path(_OUT.value) / "progress.jsonl"
-    with log.open("a", encoding="utf-8") as file:
-        for report in trainer.run(_TIME_LIMIT_S.value):
-            console.print(line(report), highlight=False)
-            file.write(json.dumps(record(report)) + "\n")
-            file.flush()
-        final = trainer.evaluate()
-        console.print(line(Report(trainer.step, trainer.elapsed_s, 0, held_out=final)))
-        file.write(json.dumps(record(Report(trainer.step, trainer.elapsed_s, 0, held_out=final))))
-        file.write("\n")
+    for report in trainer.run(_TIME_LIMIT_S.value):
+        tell(console, report)
+    tell(console, Report(trainer.step, trainer.elapsed_s, 0, held_out=trainer.evaluate()))
     console.print(f"drafter: {trainer.export()}")
+
+
+def tell(console: Console, report: Report) -> None:
+    """Prints a report and adds it to OUT/progress.jsonl."""
+    console.print(line(report), highlight=False)
+    log = pathlib.Path(_OUT.value) / "progress.jsonl"
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record(report)) + "\n")
+    except OSError as error:
+        raise InputError(write_problem(log, error)) from error
 
 
 def line(report: Report) -> str:

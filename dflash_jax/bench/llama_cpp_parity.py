@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -147,11 +147,19 @@ class OurLogits:
 
 def compare(target: Target, peer: Any, sequences: Sequence[Sequence[int]]) -> Parity:
     """Runs both over the sequences and compares every position."""
-    ours_of = OurLogits(target)
+    return compare_logits(OurLogits(target), lambda tokens: peer_logits(peer, tokens), sequences)
+
+
+def compare_logits(
+    ours_of: Callable[[Sequence[int]], np.ndarray],
+    theirs_of: Callable[[Sequence[int]], np.ndarray],
+    sequences: Sequence[Sequence[int]],
+) -> Parity:
+    """Two models' logits [T, V], each from a sequence's tokens, over every position."""
     disagreements: list[Disagreement] = []
     gaps, kls = [], []
     for index, tokens in enumerate(sequences):
-        ours, theirs = ours_of(tokens), peer_logits(peer, tokens)
+        ours, theirs = ours_of(tokens), theirs_of(tokens)
         disagreements.extend(_disagreements(index, ours, theirs))
         difference = np.abs(ours - theirs)
         gaps.append((difference.mean(-1), difference.max(-1)))
@@ -188,13 +196,16 @@ def _kl(of: np.ndarray, to: np.ndarray) -> np.ndarray:
     return (np.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
-def dequantised_copy(path: pathlib.Path, copy: pathlib.Path) -> None:
-    """llama.cpp's own float32 copy of a GGUF, which takes its 8-bit activations away."""
+def converted_copy(path: pathlib.Path, copy: pathlib.Path, kind: str = "ALL_F32") -> None:
+    """llama.cpp's own copy of a GGUF in another type, as `LLAMA_FTYPE_<kind>`.
+
+    "ALL_F32" takes its 8-bit activations away too.
+    """
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.allow_requantize = True
-    params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{kind}")
     status = llama_cpp.llama_model_quantize(str(path).encode(), str(copy).encode(), params)
     if status:
-        raise InputError(f"{path}: llama.cpp could not dequantise it (status {status})")
+        raise InputError(f"{path}: llama.cpp could not convert it to {kind} (status {status})")

@@ -62,7 +62,7 @@ def test_embedded_model_agrees_with_llama_cpp(tmp_path):
     assert stored.mean_kl < 0.01
 
     copy = tmp_path / "float32.gguf"
-    parity.dequantised_copy(path, copy)
+    parity.converted_copy(path, copy)
     exact = parity.compare(target, parity.open_peer(copy, threads=1), sequences)
     assert exact.agreement >= 0.998, exact.disagreements
     assert all(max(d.our_margin, d.their_margin) < 1e-3 for d in exact.disagreements)
