@@ -21,6 +21,7 @@ import jax
 from jax.experimental import serialize_executable
 
 _FOLDER = "executables"
+_MOST_BYTES = 2 * 2**30  # beyond that, the programs that were not loaded for longest are deleted
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
 
@@ -67,6 +68,8 @@ def kept_here_alone() -> Iterator[None]:
 
 def _load(path: pathlib.Path, inputs: tuple[Any, ...]) -> Any:
     payload, out_tree = pickle.loads(path.read_bytes())
+    with contextlib.suppress(OSError):
+        path.touch()
     in_tree = jax.tree.structure((inputs, {}))
     return serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
 
@@ -81,12 +84,27 @@ def _compiled_and_saved(
         path.parent.mkdir(mode=0o700, exist_ok=True)
         temporary.write_bytes(pickle.dumps((payload, out_tree)))
         temporary.replace(path)
+        _prune(path.parent)
     except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
         warning = f"not kept for the next start in {path.parent}: {error}"
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return executable, warning
+
+
+def _prune(folder: pathlib.Path) -> None:
+    """Other versions of this package, other models: deleted, the longest unused first."""
+    files = sorted(
+        ((path, path.stat()) for path in folder.iterdir()),
+        key=lambda file: file[1].st_mtime,
+        reverse=True,
+    )
+    total = 0
+    for path, status in files:
+        total += status.st_size
+        if total > _MOST_BYTES:
+            path.unlink(missing_ok=True)
 
 
 def _path(description: str, inputs: tuple[Any, ...]) -> pathlib.Path | None:

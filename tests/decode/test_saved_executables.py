@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +93,18 @@ def test_a_full_disk_costs_the_copy_alone(folder, monkeypatch):
     warning = load(Maker())
     assert "No space left on device" in warning
     assert list((folder / "executables").iterdir()) == []
+
+
+def test_the_longest_unused_are_deleted_beyond_a_size(folder, monkeypatch):
+    for age, name in enumerate("abc"):
+        load(Maker(), name)
+        os.utime(saved_executables._path(name, INPUTS), (1e9 - age, 1e9 - age))
+    load(Maker(), "c")  # used again: now the youngest
+    size = saved_executables._path("a", INPUTS).stat().st_size
+    monkeypatch.setattr(saved_executables, "_MOST_BYTES", int(3.5 * size))
+    load(Maker(), "d")
+    kept = [name for name in "abcd" if saved_executables._path(name, INPUTS).exists()]
+    assert kept == ["a", "c", "d"]
 
 
 def test_without_a_folder_nothing_is_kept(folder):
