@@ -33,10 +33,7 @@ replace --config.train.selector_replaces=True
 selector50 --config.train.selector_weight=0.5
 rate1e-3 --config.train.learning_rate=0.001
 rate4e-3 --config.train.learning_rate=0.004
-muon --config.train.optimizer=muon
-muon1e-3 --config.train.optimizer=muon --config.train.learning_rate=0.001
-muon4e-3 --config.train.optimizer=muon --config.train.learning_rate=0.004
-muon5 --config.train.optimizer=muon --config.drafter.num_layers=5
+adamw --config.train.optimizer=adamw
 LIST
 }
 

@@ -38,5 +38,11 @@ def get_config() -> ConfigDict:
             "draft_vocab_size": 16384,
             "mask_token_id": 16,  # <empty_output>: no text has it
         },
-        train={"steps": 6000, "batch": 64, "anchors": 64, "learning_rate": 2e-3},
+        train={
+            "steps": 6000,
+            "batch": 64,
+            "anchors": 64,
+            "optimizer": "muon",
+            "learning_rate": 2e-3,
+        },
     )
