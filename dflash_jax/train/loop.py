@@ -120,8 +120,8 @@ class Trainer:
       directory: of the checkpoints; one that has some is resumed.
 
     Raises:
-      InputError: the batch does not divide over the devices; a checkpoint, or the drafter to start
-        from, that does not fit.
+      InputError: the batch does not divide over the devices; there are no held-out rows; a
+        checkpoint, or the drafter to start from, does not fit.
     """
 
     def __init__(
@@ -134,6 +134,8 @@ class Trainer:
         directory: str | os.PathLike[str],
     ):
         check_batch(models.train.batch, mesh, "train.batch")
+        if not len(corpus.held_out.tokens):
+            raise InputError("the corpus has no held-out rows: raise data.held_out_fraction")
         self.models, self._frozen, self._mesh = models, frozen, mesh
         self.draft_vocab = draft_vocab
         self._corpus = corpus
@@ -204,8 +206,6 @@ class Trainer:
         """Mean metrics over the first held-out rows."""
         rows, batch = self._corpus.held_out, self.models.train.batch
         count = min(self.models.train.eval_rows, len(rows.tokens))
-        if not count:
-            raise InputError("the corpus has no held-out rows: raise data.held_out_fraction")
         # Whole batches, so that the shapes are those of training; a short last one repeats rows.
         starts = range(0, count, batch)
         results = []

@@ -70,7 +70,15 @@ class TrainConfig:
     export_dtype: str = "bfloat16"  # of the drafter that is written at the end
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "anchors", "head_chunks", "log_every", "eval_every"):
+        for name in (
+            "steps",
+            "batch",
+            "anchors",
+            "head_chunks",
+            "log_every",
+            "eval_every",
+            "eval_rows",
+        ):
             if getattr(self, name) < 1:
                 raise InputError(f"train config: {name} must be at least 1")
         if self.anchors % self.head_chunks:
