@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -96,6 +96,7 @@ class Stream:
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self._closed = False
+        self._interrupted: Callable[[], bool] = lambda: False
         self._lattice: Lattice | None = None
         self._to_learn: _Observation | None = None
 
@@ -125,16 +126,24 @@ class Stream:
         """Of the emitted ids as little-endian int32."""
         return token_sha256(self.tokens)
 
-    def rounds(self) -> Iterator[RoundRecord]:
+    def rounds(self, interrupted: Callable[[], bool] = lambda: False) -> Iterator[RoundRecord]:
         """Prefills, then decodes until a stop token, the budget or the context limit.
+
+        Args:
+          interrupted: asked before every chunk of the prompt and every round; once it holds, the
+            iteration ends there, with `finish_reason` None.
 
         Raises:
           RuntimeError: the stream is closed, and another may hold its buffers.
         """
         self._check_open()
-        yield self._prefill()
+        self._interrupted = interrupted
+        prompt = self._prefill()
+        if prompt is None:
+            return
+        yield prompt
         sample = False  # the first round after a prompt is no sample
-        while self.finish_reason is None:
+        while self.finish_reason is None and not interrupted():
             self._check_open()
             yield self._round(sample)
             sample = True
@@ -145,19 +154,28 @@ class Stream:
 
     # Prompt ------------------------------------------------------------------------------
 
-    def _prefill(self) -> RoundRecord:
+    def _prefill(self) -> RoundRecord | None:
+        """The prompt's record; None when interrupted."""
         start = time.perf_counter()
         decoder, executables = self._decoder, self._decoder.executables
         chunk = decoder.spec.policy.prefill_chunk
         prompt = np.asarray(self._request.prompt, np.int32)
         self._state = self._state._replace(length=jnp.int32(0))
+        waiting: Any = ()  # reports of the last chunk but one, and of the last
+        running: Any = ()
         for begin in range(0, len(prompt), chunk):
+            # One chunk is enqueued ahead of the one that runs: enough to keep the device busy,
+            # and an interruption need not wait for the whole prompt.
+            jax.block_until_ready(waiting)
+            if self._interrupted():
+                return None
             piece = prompt[begin : begin + chunk]
             tokens = jnp.asarray(np.pad(piece, (0, chunk - len(piece))))
             done: Round = executables.prefill(
                 decoder.weights, self._state, tokens, jnp.int32(len(piece)), self._sampling
             )
-            self._state = done.state
+            self._state, waiting = done.state, running
+            running = done.report
             if self._rule is not None:
                 assert executables.extend is not None
                 self._drafter_cache = executables.extend(
