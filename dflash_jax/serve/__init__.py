@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: `python -m dflash_jax.serve`; docs/serving.md."""

@@ -1,0 +1,247 @@
+"""A request's replies: decoded in the worker's thread, heard on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from dflash_jax.engine.lone import LENGTH, STOP, Request, RoundRecord, token_sha256
+from dflash_jax.engine.turns import (
+    Ending,
+    Party,
+    QueueClosedError,
+    QueueFullError,
+    Turn,
+    Turns,
+)
+from dflash_jax.serve.errors import INVALID, OVERLOADED, SERVER, ApiError
+from dflash_jax.serve.responses import Timings, Usage
+from dflash_jax.serve.text import ReplyText
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Text of one choice. The last piece of a choice has its finish reason."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    error: ApiError | None = None
+
+
+class ClientGoneError(Exception):
+    """Nobody listens any more."""
+
+
+class Choice:
+    """One reply: a listener of the worker, which it tells as little as it can.
+
+    Its fields are the worker's until the last piece has been posted.
+    """
+
+    def __init__(self, index: int, request: Request, text: ReplyText) -> None:
+        self.index = index
+        self.request = request
+        self.tokens: list[int] = []  # up to the one that completed a stop string
+        self.finish_reason: str | None = None
+        self.rounds = self.drafted = self.accepted = 0
+        self.started = self.first = self.last = 0.0  # perf_counter; 0: not yet
+        self.first_tokens = 0  # of the prompt's forward
+        self.ended = False
+        self._text = text
+        self.post: Callable[[Piece], None] = lambda piece: None
+
+    @property
+    def seed(self) -> int:
+        return self.request.sampling.seed
+
+    @property
+    def token_sha256(self) -> str:
+        return token_sha256(self.tokens)
+
+    def on_start(self) -> None:
+        self.started = time.perf_counter()
+
+    def on_round(self, record: RoundRecord) -> bool:
+        kept, text = 0, ""
+        for token in record.tokens:
+            kept += 1
+            text += self._text.push(token)
+            if self._text.stopped:
+                break
+        self.tokens += record.tokens[:kept]
+        self.last = time.perf_counter()
+        prompt_round = not self.first
+        if prompt_round:
+            self.first, self.first_tokens = self.last, kept
+        else:
+            self.rounds += 1
+            self.drafted += record.width
+            self.accepted += min(kept, int(record.landed.sum()))
+        if text or prompt_round:  # the first bytes of a stream go out with the first token
+            self.post(Piece(self.index, text))
+        return not self._text.stopped
+
+    def on_end(self, ending: Ending, finish_reason: str | None) -> None:
+        text = self._text.finish()
+        error = None
+        if ending is Ending.FINISHED:
+            self.finish_reason = STOP if self._text.stopped else finish_reason
+        elif ending is Ending.CLOSED:
+            self.finish_reason = LENGTH  # cut short, as by a budget
+            if not self.started:
+                error = shutting_down()
+        elif ending is Ending.FAILED:
+            error = ApiError(500, "decoding failed: see the server's log", SERVER)
+        self.ended = True
+        self.post(Piece(self.index, text, self.finish_reason or STOP, error))
+
+
+class Replies:
+    """The choices of one request, submitted together."""
+
+    def __init__(self, turns: Turns, choices: Sequence[Choice], timeout_s: float) -> None:
+        """Raises `ApiError` 429 when the queue has no room, 503 when it is closed."""
+        self.choices = choices
+        self.gone = False  # whether the client has left
+        self._turns = turns
+        self._timeout_s = timeout_s
+        self._submitted = time.perf_counter()
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        for choice in choices:
+            choice.post = self._post
+
+    def submit(self, draft: bool) -> None:
+        """Queues the choices.
+
+        Raises:
+          ApiError: 400, there can never be room; 429, there is none now; 503, shutting down.
+        """
+        if len(self.choices) > self._turns.capacity:
+            raise ApiError(
+                400,
+                f"{len(self.choices)} replies in one request: the queue takes "
+                f"{self._turns.capacity}",
+                INVALID,
+                param="n",
+            )
+        turns = [Turn(choice.request, choice, draft) for choice in self.choices]
+        try:
+            self._party: Party = self._turns.submit(turns)
+        except QueueFullError:
+            raise ApiError(
+                429,
+                f"the queue is full ({self._turns.capacity} replies wait): try again later",
+                OVERLOADED,
+                code="queue_full",
+                headers={"Retry-After": str(self._turns.retry_after_s())},
+            ) from None
+        except QueueClosedError:
+            raise shutting_down() from None
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Every choice's pieces, until all have ended.
+
+        Raises:
+          ApiError: 504, the request took longer than it may; 503, shut down before anything was
+            decoded; 500.
+          ClientGoneError: `leave` was called.
+        """
+        deadline = self._submitted + self._timeout_s
+        left = len(self.choices)
+        while left:
+            try:
+                piece = await asyncio.wait_for(
+                    self._pieces.get(), max(0.0, deadline - time.perf_counter())
+                )
+            except TimeoutError:
+                self.cancel()
+                raise ApiError(
+                    504,
+                    f"not done within this server's limit of {self._timeout_s:g} s a request",
+                    SERVER,
+                    code="timeout",
+                ) from None
+            if piece is None:
+                raise ClientGoneError
+            # When one choice was begun, those that never were are cut short too.
+            if piece.error and (piece.error.status != 503 or not self._begun()):
+                raise piece.error
+            left -= piece.finish_reason is not None
+            yield piece
+
+    def _begun(self) -> bool:
+        return any(choice.started for choice in self.choices)
+
+    def cancel(self) -> None:
+        """Ends what still waits or runs; any number of times."""
+        self._turns.cancel(self._party)
+
+    def leave(self) -> None:
+        """The client is gone: `cancel`, and `pieces` ends."""
+        self.gone = True
+        self.cancel()
+        self._pieces.put_nowait(None)
+
+    def _post(self, piece: Piece) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+        except RuntimeError:  # the event loop is closed: nobody listens
+            self.gone = True
+
+    # What is known at the end ------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        # A prompt counts once, however many replies it gets.
+        prompts = {id(choice.request.prompt): choice.request.prompt for choice in self.choices}
+        prompt = sum(map(len, prompts.values()))
+        completion = sum(len(choice.tokens) for choice in self.choices)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            drafted=sum(choice.drafted for choice in self.choices),
+            accepted=sum(choice.accepted for choice in self.choices),
+            rounds=sum(choice.rounds for choice in self.choices),
+        )
+
+    def timings(self) -> Timings:
+        begun = [choice for choice in self.choices if choice.first]
+        prompt_s = sum(choice.first - choice.started for choice in begun)
+        decode_s = sum(choice.last - choice.first for choice in begun)
+        prompt = sum(len(choice.request.prompt) for choice in begun)
+        decoded = sum(len(choice.tokens) - choice.first_tokens for choice in begun)
+        rounds = sum(choice.rounds for choice in begun)
+        drafted = sum(choice.drafted for choice in begun)
+        started = min((choice.started for choice in begun), default=time.perf_counter())
+        return Timings(
+            queue_ms=round((started - self._submitted) * 1e3, 3),
+            prompt_ms=round(prompt_s * 1e3, 3),
+            prompt_tok_s=_rate(prompt, prompt_s),
+            decode_ms=round(decode_s * 1e3, 3),
+            decode_tok_s=_rate(decoded, decode_s),
+            tokens_per_round=_rate(decoded, rounds),
+            mean_width=_rate(drafted, rounds),
+        )
+
+    def first_token_s(self) -> float | None:
+        """From the request to its first token."""
+        firsts = [choice.first for choice in self.choices if choice.first]
+        return min(firsts) - self._submitted if firsts else None
+
+
+def _rate(count: int, per: float) -> float | None:
+    return round(count / per, 3) if per else None
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        "the server is shutting down",
+        OVERLOADED,
+        code="shutting_down",
+        headers={"Retry-After": "30"},
+    )

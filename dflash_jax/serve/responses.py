@@ -1,0 +1,104 @@
+"""What clients get. Serialised with the fields that were set: an unset one is left out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+
+FinishReason = Literal["stop", "length"]
+
+
+class Usage(pydantic.BaseModel):
+    """Tokens of a request, all its choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    drafted: int  # nodes verified
+    accepted: int  # of them, those that became tokens of the reply
+    rounds: int  # verifications; the prompt's forward is none
+
+
+class Timings(pydantic.BaseModel):
+    """Where a request's time went, all its choices together."""
+
+    queue_ms: float  # until its first choice's turn came
+    prompt_ms: float
+    prompt_tok_s: float | None
+    decode_ms: float
+    decode_tok_s: float | None
+    tokens_per_round: float | None
+    mean_width: float | None
+
+
+class _Choice(pydantic.BaseModel):
+    index: int
+    logprobs: None = None  # OpenAI's name for what is not given here
+    finish_reason: FinishReason | None
+    seed: int  # with it, the same request gives the same reply
+    token_sha256: str  # over all the reply's ids as little-endian int32
+
+
+class CompletionChoice(_Choice):
+    text: str
+
+
+class ChatMessage(pydantic.BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(_Choice):
+    message: ChatMessage
+
+
+class _Reply(pydantic.BaseModel):
+    id: str
+    created: int  # seconds since 1970
+    model: str
+
+
+class Completion(_Reply):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage
+    timings: Timings
+
+
+class ChatCompletion(_Reply):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings
+
+
+class ModelCard(pydantic.BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "dflash_jax"
+    max_model_len: int  # tokens of prompt and reply together
+
+
+class ModelList(pydantic.BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokens(pydantic.BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class PromptText(pydantic.BaseModel):
+    prompt: str
+
+
+class Health(pydantic.BaseModel):
+    status: Literal["starting", "ok", "stopping"]
+    progress: str  # of the start
+    waiting: int
+    running: int
