@@ -14,7 +14,7 @@ import fastapi
 import prometheus_client
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -108,17 +108,17 @@ def ready_model(request: Request) -> ServedModel:
 
 
 @router.get("/health", responses={503: {"model": responses.Health}})
-async def health(request: Request) -> responses.Health:
+async def health(request: Request, response: Response) -> responses.Health:
     """200 when ready; 503 while the model is loaded, compiled and checked, and when stopping."""
     service: Service = request.app.state.service
-    turns = service.turns
-    found = responses.Health(
-        status=service.status,  # type: ignore[arg-type]
+    if service.status != "ok":
+        response.status_code = 503
+    return responses.Health(
+        status=service.status,
         progress=service.progress,
-        waiting=turns.waiting,
-        running=turns.running,
+        waiting=service.turns.waiting,
+        running=service.turns.running,
     )
-    return JSONResponse(found.model_dump(), 200 if found.status == "ok" else 503)  # type: ignore[return-value]
 
 
 @router.get("/metrics", response_class=fastapi.responses.PlainTextResponse)

@@ -7,6 +7,7 @@ from typing import Literal
 import pydantic
 
 FinishReason = Literal["stop", "length"]
+Status = Literal["starting", "ok", "stopping"]
 
 
 class Usage(pydantic.BaseModel):
@@ -98,7 +99,7 @@ class PromptText(pydantic.BaseModel):
 
 
 class Health(pydantic.BaseModel):
-    status: Literal["starting", "ok", "stopping"]
+    status: Status
     progress: str  # of the start
     waiting: int
     running: int

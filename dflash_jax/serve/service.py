@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.engine.turns import Drivers, Turns
 from dflash_jax.errors import InputError
+from dflash_jax.serve.responses import Status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,7 @@ class Service:
         self._thread: threading.Thread | None = None
 
     @property
-    def status(self) -> str:
-        """ "starting", "ok" or "stopping"."""
+    def status(self) -> Status:
         if self.turns.closed:
             return "stopping"
         return "starting" if self.model is None else "ok"
