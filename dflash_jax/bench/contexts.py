@@ -1,7 +1,7 @@
 """Rules side by side at one context length: the prompt is read once, every rule goes on from it.
 
 Going back is a matter of the length: what a reply has written lies behind the prompt, in the
-target's cache and in the drafter's.
+target's cache and in the drafter's. Recurrent states go back to a copy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_jax import pricing
 from dflash_jax.checkpoints.tokenizer import Tokenizer
+from dflash_jax.decode.recurrence import States, copied
 from dflash_jax.engine import LoneDriver, Request, RoundRecord, Stream
 from dflash_jax.errors import InputError
 
@@ -26,6 +27,7 @@ class Prefilled(NamedTuple):
     length: int
     anchor: int
     lattice: Any
+    states: States
 
 
 class RewoundStream(Stream):
@@ -42,8 +44,10 @@ class RewoundStream(Stream):
         self._prefilled = prefilled
 
     def _prefill(self) -> RoundRecord:
-        first, length, anchor, lattice = self._prefilled
-        self._state = self._state._replace(length=jnp.int32(length), anchor=jnp.int32(anchor))
+        first, length, anchor, lattice, states = self._prefilled
+        self._state = self._state._replace(
+            length=jnp.int32(length), anchor=jnp.int32(anchor), states=copied(states)
+        )
         self._length, self._lattice = length, lattice
         self._emit(list(first.tokens))
         return first
@@ -53,7 +57,9 @@ def prefill(driver: LoneDriver, request: Request) -> Prefilled:
     """Reads the prompt; `driver` drafts, so that the drafter's context is read too."""
     with driver.stream(request) as stream:
         first = next(stream.rounds())
-        return Prefilled(first, len(request.prompt), int(first.tokens[0]), stream.lattice)
+    assert driver.decoder.buffers is not None  # the stream is closed
+    states = copied(driver.decoder.buffers.state.states)
+    return Prefilled(first, len(request.prompt), int(first.tokens[0]), stream.lattice, states)
 
 
 def rewound(driver: LoneDriver, request: Request, prefilled: Prefilled) -> Stream:

@@ -18,8 +18,7 @@ import numpy as np
 
 from dflash_jax.checkpoints import Target
 from dflash_jax.errors import InputError
-from dflash_jax.models import layers
-from dflash_jax.models.llama import Llama, inverse_frequencies
+from dflash_jax.models import layers, targets
 
 # Sequences are padded to this many rows, so that one executable serves them all.
 ROWS = 256
@@ -125,15 +124,17 @@ class OurLogits:
     """float32 [T, V] of our model, for sequences of up to ROWS tokens."""
 
     def __init__(self, target: Target):
-        model = Llama(target.config)
-        rotary = layers.rotary_table(inverse_frequencies(target.config), ROWS)
+        config = target.config
+        model = targets.module(config)
+        rotary = layers.rotary_table(targets.rotary_frequencies(config), ROWS)
         mask = jnp.tril(jnp.ones((ROWS, ROWS), bool))
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return layers.attention(q, k, v, mask)
 
         def forward(params: dict[str, Any], tokens: jax.Array) -> Any:
-            out: Any = model.apply(params, tokens, rotary, attend)
+            recur = targets.whole_sequence(config)
+            out = targets.forward(config, params["params"], tokens, rotary, attend, recur)
             return model.apply(params, out.hidden, method="logits")
 
         self._params = target.params

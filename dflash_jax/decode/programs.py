@@ -23,13 +23,22 @@ import numpy as np
 from dflash_jax.decode import attention as attn
 from dflash_jax.decode.attention import Cache
 from dflash_jax.decode.packed import Packed, pack
+from dflash_jax.decode.recurrence import PromptRecur, States, WindowRecur, new_states
 from dflash_jax.decode.rows import RowPolicy
 from dflash_jax.decode.sampling import Sampling, SamplingArrays, picks
-from dflash_jax.models import dflash2
+from dflash_jax.models import dflash2, targets
 from dflash_jax.models.dflash2 import DFlash2, DrafterConfig
-from dflash_jax.models.layers import Rotary, Weight, inverse_frequencies, rotary_table, rows_of
-from dflash_jax.models.llama import Llama, LlamaConfig
-from dflash_jax.models.llama import inverse_frequencies as target_frequencies
+from dflash_jax.models.layers import (
+    Attend,
+    Rotary,
+    Weight,
+    inverse_frequencies,
+    rotary_table,
+    rows_of,
+)
+from dflash_jax.models.llama import TargetOutput
+from dflash_jax.models.qwen3_5 import Recur
+from dflash_jax.models.targets import TargetConfig
 from dflash_jax.tree.masks import DEPTH, MAX_ROWS, PATH, TOKEN, WINDOW_COLUMNS
 
 Params = Any
@@ -41,7 +50,7 @@ HEAD_ROWS = 2  # rows of the head in prefill: one would take another matmul kern
 class DecodeSpec:
     """All that the compiled functions depend on, besides the weights."""
 
-    target: LlamaConfig
+    target: TargetConfig
     drafter: DrafterConfig | None
     context_limit: int  # most tokens of prompt and reply together
     policy: RowPolicy
@@ -60,11 +69,16 @@ class DecodeSpec:
 
 
 class TargetState(NamedTuple):
-    """The target's side of a stream."""
+    """The target's side of a stream.
 
-    cache: Cache
-    length: jax.Array  # [] int32, tokens in the cache; the anchor's position
+    A cache goes back with `length` alone; `states` do not, and need a copy from then. At length 0
+    they are taken for empty, whatever is in them.
+    """
+
+    cache: Cache  # of the attention layers
+    length: jax.Array  # [] int32, tokens in cache and states; the anchor's position
     anchor: jax.Array  # [] int32, the last committed token, not yet in the cache
+    states: States  # of the recurrent layers
 
 
 class TargetWeights(NamedTuple):
@@ -125,7 +139,8 @@ class Program:
 
 def target_weights(spec: DecodeSpec, params: Params) -> TargetWeights:
     """Adds the rotary table to the target's parameters."""
-    return TargetWeights(pack(params), rotary_table(target_frequencies(spec.target), spec.capacity))
+    table = rotary_table(targets.rotary_frequencies(spec.target), spec.capacity)
+    return TargetWeights(pack(params), table)
 
 
 def drafter_weights(spec: DecodeSpec, params: Params, target_params: Params) -> DrafterWeights:
@@ -134,7 +149,7 @@ def drafter_weights(spec: DecodeSpec, params: Params, target_params: Params) -> 
     assert drafter is not None
     frequencies = inverse_frequencies(drafter.head_dim, drafter.rope_theta)
     embedding = target_params["embed_tokens"]["weight"]
-    head: Any = Llama(spec.target).apply({"params": target_params}, method="head")
+    head: Any = targets.module(spec.target).apply({"params": target_params}, method="head")
     if drafter.draft_vocab_size:
         head = jax.tree.map(lambda rows: rows[params["draft_vocab"]], head)
     table = rotary_table(frequencies, spec.capacity + drafter.block_size)
@@ -149,8 +164,9 @@ def new_cache(layers: int, kv_heads: int, head_dim: int, capacity: int, dtype: A
 
 def new_target_state(spec: DecodeSpec) -> TargetState:
     c = spec.target
-    cache = new_cache(c.num_layers, c.num_kv_heads, c.head_dim, spec.capacity, c.dtype)
-    return TargetState(cache, jnp.int32(0), jnp.int32(0))
+    layers = targets.attention_layers(c)
+    cache = new_cache(layers, c.num_kv_heads, c.head_dim, spec.capacity, c.dtype)
+    return TargetState(cache, jnp.int32(0), jnp.int32(0), new_states(c))
 
 
 def new_drafter_cache(spec: DecodeSpec) -> Cache:
@@ -180,9 +196,14 @@ class _KeysValues:
         self.k.append(k)
         self.v.append(v)
 
-    def stacked(self) -> tuple[jax.Array, jax.Array]:
-        """[L, T, K, H] each."""
-        return jnp.stack(self.k), jnp.stack(self.v)
+    def written(self, cache: Cache, start: jax.Array, rows: jax.Array | None = None) -> Cache:
+        """The cache with all rows, or some [n] int32, at positions start.."""
+        if not self.k:  # no layer has attention
+            return cache
+        k, v = jnp.stack(self.k), jnp.stack(self.v)
+        if rows is not None:
+            k, v = k[:, rows], v[:, rows]
+        return _write(cache, k, v, start)
 
 
 def _pick(
@@ -193,7 +214,8 @@ def _pick(
     sampling: SamplingArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """Picks [T] int32 for `positions` [T], and their logits [T]."""
-    logits = _target(spec, weights, hidden, method="logits")
+    variables = {"params": weights.params.unpack()}
+    logits: Any = targets.module(spec.target).apply(variables, hidden, method="logits")
     padding = jnp.arange(spec.target.vocab_size) >= spec.vocab_size
     logits = jnp.where(padding, -jnp.inf, logits)
     chosen = picks(logits, positions, sampling)
@@ -234,14 +256,15 @@ def prefill(
         return attn.finish(attn.merge(past, attn.shared_part(q_grouped, k, v, causal)), q.dtype)
 
     rotary = weights.rotary.at(state.length + rows)
-    output = _target(spec, weights, tokens, rotary, attend, spec.tap_layers)
+    recur = PromptRecur(state.states, state.length, count) if state.states else None
+    output = _forward(spec, weights, tokens, rotary, attend, recur)
     last = jnp.full(HEAD_ROWS, count - 1)
     length = state.length + count
     positions = jnp.full(HEAD_ROWS, length)
     chosen, logits = _pick(spec, weights, output.hidden[last], positions, sampling)
     # Writing waits for the pick, and so for the last layer's reading: else XLA copies the cache.
     place = jnp.where(chosen[0] < 0, 0, state.length)
-    cache = _write(state.cache, *collected.stacked(), place)
+    cache = collected.written(state.cache, place)
     first_only = jnp.arange(MAX_ROWS) == 0
     report = Report(
         jnp.where(first_only, chosen[0], NO_TOKEN),
@@ -249,11 +272,20 @@ def prefill(
         jnp.zeros(0, bool),
         jnp.where(first_only, logits[0], 0),
     )
-    return Round(TargetState(cache, length, chosen[0]), _side_by_side(output.taps), report)
+    new = TargetState(cache, length, chosen[0], recur.states() if recur else ())
+    return Round(new, _side_by_side(output.taps), report)
 
 
-def _target(spec: DecodeSpec, weights: TargetWeights, *inputs: Any, method: Any = None) -> Any:
-    return Llama(spec.target).apply({"params": weights.params.unpack()}, *inputs, method=method)
+def _forward(
+    spec: DecodeSpec,
+    weights: TargetWeights,
+    tokens: jax.Array,
+    rotary: Rotary,
+    attend: Attend,
+    recur: Recur | None,
+) -> TargetOutput:
+    params = weights.params.unpack()
+    return targets.forward(spec.target, params, tokens, rotary, attend, recur, spec.tap_layers)
 
 
 def _drafter(config: DrafterConfig, weights: DrafterWeights, *inputs: Any, method: str) -> Any:
@@ -294,15 +326,18 @@ def verify(
             q, k, v, state.cache, layer, state.length, depths, near, spec.policy
         )
 
-    output = _target(spec, weights, tokens, rotary, attend, spec.tap_layers)
+    tile = spec.policy.query_tile
+    recur = None
+    if state.states:
+        recur = WindowRecur(state.states, state.length, depths, paths, tile)
+    output = _forward(spec, weights, tokens, rotary, attend, recur)
     chosen, logits = _pick(spec, weights, output.hidden, positions + 1, sampling)
 
     landed = accepted(tokens, chosen, depths, paths)
     last = jnp.argmax(jnp.where(landed, depths, 0))  # deepest accepted row; 0, the anchor, if none
     count = depths[last] + 1
     path = paths[last]  # [MAX_ROWS] rows to commit; 0 beyond the last
-    k, v = collected.stacked()
-    cache = _write(state.cache, k[:, path], v[:, path], state.length)
+    cache = collected.written(state.cache, state.length, path)
     emitted = jnp.arange(MAX_ROWS) < count
     report = Report(
         jnp.where(emitted, chosen[path], NO_TOKEN),
@@ -311,7 +346,9 @@ def verify(
         jnp.where(emitted, logits[path], 0),
     )
     taps = _side_by_side(tuple(tap[path] for tap in output.taps))
-    return Round(TargetState(cache, state.length + count, chosen[last]), taps, report)
+    states = recur.settle(path, count) if recur else ()
+    new = TargetState(cache, state.length + count, chosen[last], states)
+    return Round(new, taps, report)
 
 
 def accepted(

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from dflash_jax.models import delta_rule
 from dflash_jax.models.delta_rule import BLOCK, RECENT, Layer, Paths, Recent
-from dflash_jax.models.qwen3_5 import Qwen35Config
+from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.models.targets import TargetConfig
 
 
 class LayerState(NamedTuple):
@@ -32,8 +33,10 @@ class LayerState(NamedTuple):
 States = tuple[LayerState, ...]  # by recurrent layer
 
 
-def new_states(config: Qwen35Config) -> States:
-    """Before the first token."""
+def new_states(config: TargetConfig) -> States:
+    """Before the first token; () of a model without recurrent layers."""
+    if isinstance(config, LlamaConfig):
+        return ()
     heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
 
@@ -49,17 +52,24 @@ def new_states(config: Qwen35Config) -> States:
     return tuple(layer() for _ in range(config.num_linear_layers))
 
 
+def copied(states: States) -> States:
+    """States that a program's donation of the others leaves alone: to go back to."""
+    return jax.tree.map(jnp.copy, states)
+
+
 class PromptRecur:
     """`Recur` of a prompt's chunk, which begins at a multiple of BLOCK tokens.
 
     Args:
-      states: after the tokens before the chunk.
+      states: after the tokens before the chunk; those of an earlier text do, if there are none.
       start: [] int32, how many those are.
       count: [] int32, rows of the chunk that are the prompt's, at least 1.
     """
 
     def __init__(self, states: States, start: jax.Array, count: jax.Array):
-        self._states, self._start, self._count = states, start, count
+        empty = start == 0
+        self._states = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), states)
+        self._start, self._count = start, count
         self._inputs: list[jax.Array] = []
         self._rules: list[tuple[jax.Array, Recent]] = []
 

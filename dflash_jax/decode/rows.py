@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from dflash_jax.errors import InputError
+from dflash_jax.models.delta_rule import BLOCK
 from dflash_jax.tree.masks import MAX_ROWS
 
 
@@ -22,6 +23,13 @@ class RowPolicy:
     query_tile: int  # rows whose scores are one matmul
     key_chunk: int  # keys of the cache whose scores are one matmul
     prefill_chunk: int  # prompt tokens of one forward
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk < 1 or self.prefill_chunk % BLOCK:
+            raise InputError(
+                f"row policy: prefill_chunk {self.prefill_chunk} must be a multiple of {BLOCK}, "
+                "where recurrent states stand"
+            )
 
     def rows(self, width: int) -> int:
         """Rows of the function that verifies `width` nodes."""

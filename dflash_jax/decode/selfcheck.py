@@ -2,9 +2,9 @@
 
 Plain decoding writes sixteen tokens; then every program verifies the same tokens from the same
 context, as its narrowest and as its widest width: greedy ones as a chain, sampled ones as a tree
-with wrong siblings. Picks, their logits, the committed keys and values and the taps must be equal
-bit for bit. The prompt's length puts the rows' far keys (all but the nearest sixteen) across the
-edge of a key chunk: some rows need one chunk, others two.
+with wrong siblings. Picks, their logits, the committed keys and values, the taps and the recurrent
+states must be equal bit for bit. The prompt's length puts the rows' far keys (all but the nearest
+sixteen) across the edge of a key chunk: some rows need one chunk, others two.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from dflash_jax.decode.attention import NEAR
 from dflash_jax.decode.executables import Executables
 from dflash_jax.decode.programs import DecodeSpec, Round, TargetState, TargetWeights
+from dflash_jax.decode.recurrence import States, copied
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.tree.growth import EMPTY, NO_PARENT, DraftTree
 from dflash_jax.tree.masks import MAX_ROWS, window_array
@@ -65,20 +66,35 @@ def check(
     for sampling in _SAMPLINGS:
         arrays = jax.tree.map(jnp.asarray, sampling.arrays())
         state, start, anchor = _prompt(spec, weights, state, executables, arrays)
+        before = copied(state.states)
         kind = "greedy" if sampling.greedy else "sampled"
+        draft = _chain if sampling.greedy else _bushy
+        # Tokens that a width commits when all goes well.
+        counts = {1 + (width if sampling.greedy else width // 2) for width in _ends(executables)}
         steps: list[_Rows] = []
+        states: dict[int, States] = {}  # by tokens since the prompt
         for _ in range(MAX_ROWS):
             done = _verify(spec, weights, state, executables, EMPTY, 0, arrays)
             state = done.state
             steps.append(_committed(done, start + len(steps)))
+            if len(steps) in counts:
+                states[len(steps)] = copied(state.states)
         plain = _joined(steps)
         for width in _ends(executables):
-            tree = (_chain if sampling.greedy else _bushy)(plain.tokens, width, spec.vocab_size)
+            tree = draft(plain.tokens, width, spec.vocab_size)
             # The cache before the window is untouched: going back is a matter of its length.
-            rewound = state._replace(length=jnp.int32(start), anchor=jnp.int32(anchor))
+            rewound = state._replace(
+                length=jnp.int32(start), anchor=jnp.int32(anchor), states=copied(before)
+            )
             done = _verify(spec, weights, rewound, executables, tree, width, arrays)
             state = done.state
-            differences += _compare(plain, _committed(done, start), f"width {width}, {kind}")
+            got = _committed(done, start)
+            different = _compare(plain, got)
+            if _differ(states.get(len(got.tokens)), state.states):
+                different.append("states")
+            if different:
+                what = f"{', '.join(different)} differ from plain decoding's"
+                differences.append(f"width {width}, {kind}: {what}")
     return SelfCheck(widths, tuple(differences)), state
 
 
@@ -148,7 +164,8 @@ def _joined(steps: list[_Rows]) -> _Rows:
     return _Rows(*map(join, *steps))
 
 
-def _compare(plain: _Rows, got: _Rows, label: str) -> list[str]:
+def _compare(plain: _Rows, got: _Rows) -> list[str]:
+    """The fields that differ."""
     count = len(got.tokens)
     different = []
     for name in _Rows._fields:
@@ -156,4 +173,12 @@ def _compare(plain: _Rows, got: _Rows, label: str) -> list[str]:
         a = a[:, :, :count] if a.ndim == 4 else a[:count]
         if a.tobytes() != b.tobytes():
             different.append(name)
-    return [f"{label}: {', '.join(different)} differ from plain decoding's"] if different else []
+    return different
+
+
+def _differ(plain: States | None, got: States) -> bool:
+    """Whether any bit does; also when plain decoding's at that length were not kept."""
+    if plain is None:
+        return True
+    pairs = zip(jax.tree.leaves(plain), jax.tree.leaves(got), strict=True)
+    return any(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)

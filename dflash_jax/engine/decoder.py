@@ -30,7 +30,7 @@ from dflash_jax.decode.programs import (
 from dflash_jax.decode.rows import RowPolicy, row_policy, safest
 from dflash_jax.decode.sampling import GREEDY, SamplingArrays
 from dflash_jax.errors import InputError
-from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.models.targets import TargetConfig
 from dflash_jax.platform import DETERMINISTIC_OPTIONS
 from dflash_jax.tree.growth import CAP, NO_PARENT, DraftTree
 from dflash_jax.tree.masks import MAX_ROWS, window_array
@@ -80,7 +80,7 @@ class Decoder:
 
 
 def prepare(
-    target: LlamaConfig,
+    target: TargetConfig,
     target_params: Any,
     drafter: Drafter | None,
     *,
@@ -218,7 +218,10 @@ def _time_round(
     context: int,
     sampling: SamplingArrays,
 ) -> tuple[TargetState, Any, float]:
-    """One whole round at a made-up context of some length: (state, drafter's cache, ms)."""
+    """One whole round at a made-up context of some length: (state, drafter's cache, ms).
+
+    Cache and states are those of any text: a round's time does not depend on what is in them.
+    """
     spec, executables = decoder.spec, decoder.executables
     assert executables.draft is not None
     # Tokens that no tokeniser knows: nothing lands.

@@ -16,9 +16,10 @@ from dflash_jax.checkpoints.drafter import Drafter
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine.decoder import Decoder
 from dflash_jax.engine.lone import LoneDriver, Request
-from dflash_jax.models import dflash2, layers
+from dflash_jax.models import dflash2, targets
 from dflash_jax.models.dflash2_config import FULL, SLIDING, DrafterConfig
-from dflash_jax.models.llama import Llama, LlamaConfig
+from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.models.targets import TargetConfig
 
 _PROMPT_TOKENS = 5
 _TOKENS = 8
@@ -28,7 +29,7 @@ _SAMPLINGS = (Sampling(), Sampling(temperature=1.0, seed=3))
 class TinyModels(NamedTuple):
     """What `engine.prepare` takes; random weights."""
 
-    target: LlamaConfig
+    target: TargetConfig
     target_params: Any
     drafter: Drafter
 
@@ -73,23 +74,12 @@ def tiny_models(dtype: str = "float32", context_limit: int = 512) -> TinyModels:
         selector_top_k=4,
         dtype=jnp.dtype(dtype),
     )
-    target_shapes = jax.eval_shape(lambda: _init_target(target))
+    target_shapes = targets.parameter_shapes(target)
     drafter_shapes = jax.eval_shape(lambda: dflash2.init_params(drafter, jax.random.key(0)))
     params = random_params(drafter_shapes, dtype, seed=1)
     return TinyModels(
         target, random_params(target_shapes, dtype), Drafter(drafter, params, "random")
     )
-
-
-def _init_target(config: LlamaConfig) -> Any:
-    rotary = layers.rotary_table(layers.inverse_frequencies(config.head_dim, config.rope_theta), 2)
-    return Llama(config).init(
-        jax.random.key(0),
-        jnp.zeros(2, jnp.int32),
-        rotary,
-        lambda layer, q, k, v: layers.attention(q, k, v, jnp.ones((2, 2), bool)),
-        method="init_all",
-    )["params"]
 
 
 def random_params(shapes: Any, dtype: str, seed: int = 0) -> Any:

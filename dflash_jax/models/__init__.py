@@ -1,4 +1,4 @@
-"""Flax modules: targets (`llama`), the drafter (`dflash2`), and what they share (`layers`)."""
+"""Flax modules: targets (`llama`, `qwen3_5`), the drafter (`dflash2`), shared `layers`."""
 
 from dflash_jax.models.dflash2 import DFlash2, DrafterConfig
 from dflash_jax.models.llama import Llama, LlamaConfig

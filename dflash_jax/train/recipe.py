@@ -12,7 +12,7 @@ from dflash_jax.checkpoints import target as checkpoints
 from dflash_jax.checkpoints.target import Target
 from dflash_jax.errors import InputError
 from dflash_jax.models.dflash2_config import FULL, SLIDING, DrafterConfig
-from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.models.targets import TargetConfig
 from dflash_jax.train.generate import DataConfig
 from dflash_jax.train.rollout import RolloutConfig
 from dflash_jax.train.step import TrainConfig
@@ -39,7 +39,7 @@ class DrafterRecipe:
     rope_theta: float = 10000.0
     max_position_embeddings: int = 0  # 0: the target's
 
-    def drafter(self, target: LlamaConfig, dtype: Any) -> DrafterConfig:
+    def drafter(self, target: TargetConfig, dtype: Any) -> DrafterConfig:
         """The drafter's config for a target."""
         kind = SLIDING if self.sliding_window else FULL
         return DrafterConfig(
@@ -113,7 +113,7 @@ def train_config(config: ConfigDict) -> TrainConfig:
     return build(TrainConfig, config.train, "train")
 
 
-def drafter_config(config: ConfigDict, target: LlamaConfig) -> DrafterConfig:
+def drafter_config(config: ConfigDict, target: TargetConfig) -> DrafterConfig:
     recipe: DrafterRecipe = build(DrafterRecipe, config.drafter, "drafter")
     return recipe.drafter(target, np.dtype(target.dtype))
 

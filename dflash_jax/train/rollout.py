@@ -23,9 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.errors import InputError
-from dflash_jax.models import layers
+from dflash_jax.models import delta_rule, layers, targets
 from dflash_jax.models.layers import MASKED, Rotary
-from dflash_jax.models.llama import Llama, LlamaConfig, inverse_frequencies
+from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.models.targets import TargetConfig
 
 USER, ASSISTANT = 0, 1
 
@@ -78,13 +79,48 @@ class Prompts(NamedTuple):
     temperature: Any  # [B] float32, of the replies
 
 
+class _State(NamedTuple):
+    """One recurrent layer."""
+
+    rule: Any  # [B, Hv, Dk, Dv] float32
+    inputs: Any  # [B, W - 1, C], the last inputs of the convolution
+
+
 class _Carry(NamedTuple):
-    keys: tuple[Any, ...]  # a layer [B, K, s, H]
+    keys: tuple[Any, ...]  # an attention layer [B, K, s, H]
     values: tuple[Any, ...]
+    states: tuple[_State, ...]  # by recurrent layer
     token: jax.Array  # [B] int32, at the present position
     role: jax.Array  # [B] int32
     pending: jax.Array  # [B] int32: next index into the role's transition; 0 is none
     turn: jax.Array  # [B] int32: tokens in this turn
+
+
+class _StepRecur:
+    """`Recur` of one token a row: all arguments are [B, 1, ...]."""
+
+    def __init__(self, states: tuple[_State, ...]):
+        self.states = list(states)
+
+    def inputs(self, index: int, x: jax.Array) -> jax.Array:
+        state = self.states[index]
+        pool = jnp.concatenate([state.inputs, x], axis=1)
+        self.states[index] = state._replace(inputs=pool[:, 1:])
+        return pool[:, None]
+
+    def delta_rule(
+        self,
+        index: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        g: jax.Array,
+        beta: jax.Array,
+    ) -> jax.Array:
+        state = self.states[index]
+        out, rule = jax.vmap(delta_rule.step)(state.rule, *(x[:, 0] for x in (q, k, v, g, beta)))
+        self.states[index] = state._replace(rule=rule)
+        return out[:, None]
 
 
 def attend_one(q: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array) -> jax.Array:
@@ -124,7 +160,7 @@ class Rollout:
 
     def __init__(
         self,
-        target: tuple[LlamaConfig, Any],
+        target: tuple[TargetConfig, Any],
         config: RolloutConfig,
         template: Template,
         stop_ids: tuple[int, ...],
@@ -133,7 +169,7 @@ class Rollout:
     ):
         self.config = config
         self._pick = pick
-        self._llama, self._params = target
+        self._target, self._params = target
         axis = mesh.axis_names[0]
         self._rows = NamedSharding(mesh, PartitionSpec(axis))
         self._written = NamedSharding(mesh, PartitionSpec(None, axis))
@@ -160,9 +196,9 @@ class Rollout:
         """
         placed = Prompts(*(self._place(field) for field in prompts))
         carry = self._start(placed)
-        outputs = []
+        outputs, size = [], 0
         for executable in self._executables(carry, placed, key):
-            grown = executable.size - carry.keys[0].shape[2]
+            grown, size = executable.size - size, executable.size
             # One array after another, so that old and new caches do not stand side by side.
             keys, values = list(carry.keys), list(carry.values)
             carry = carry._replace(keys=(), values=())
@@ -183,14 +219,21 @@ class Rollout:
         return jax.device_put(array, self._rows)
 
     def _start(self, prompts: Prompts) -> _Carry:
-        c = self._llama
-        empty = self._place(
-            np.zeros((self.config.batch, c.num_kv_heads, 0, c.head_dim), jnp.dtype(c.dtype))
-        )
-        caches = (empty,) * c.num_layers
+        c, batch = self._target, self.config.batch
+        empty = self._place(np.zeros((batch, c.num_kv_heads, 0, c.head_dim), jnp.dtype(c.dtype)))
+        caches = (empty,) * targets.attention_layers(c)
         # The carry is donated, so no two of its fields may share a buffer, nor with the prompts.
-        pending, turn = (self._place(np.zeros(self.config.batch, np.int32)) for _ in range(2))
-        return _Carry(caches, caches, prompts.tokens[:, 0], prompts.roles + 0, pending, turn)
+        pending, turn = (self._place(np.zeros(batch, np.int32)) for _ in range(2))
+        states = tuple(self._new_state() for _ in range(targets.recurrent_layers(c)))
+        token, role = prompts.tokens[:, 0], prompts.roles + 0
+        return _Carry(caches, caches, states, token, role, pending, turn)
+
+    def _new_state(self) -> _State:
+        c, batch = self._target, self.config.batch
+        assert not isinstance(c, LlamaConfig)
+        sizes = (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        inputs = np.zeros((batch, c.linear_conv_kernel_dim - 1, c.conv_dim), jnp.dtype(c.dtype))
+        return _State(self._place(np.zeros((batch, *sizes), np.float32)), self._place(inputs))
 
     def _executables(self, carry: _Carry, prompts: Prompts, key: jax.Array) -> list[_Segment]:
         """Compiles the segments side by side on the first call."""
@@ -229,7 +272,7 @@ class Rollout:
         self, params: Any, prompts: Prompts, key: jax.Array, carry: _Carry, position: jax.Array
     ) -> tuple[_Carry, tuple[jax.Array, jax.Array]]:
         """Reads the token at `position`, writes the one after it."""
-        keys, values, logits = self._forward(params, carry, position)
+        keys, values, states, logits = self._forward(params, carry, position)
         speaks = carry.role == ASSISTANT
         if self._pick:
             chosen = self._pick(logits, position + 1)
@@ -255,6 +298,7 @@ class Rollout:
         new_carry = _Carry(
             keys,
             values,
+            states,
             token,
             jnp.where(done, 1 - carry.role, carry.role),
             jnp.where(done, 0, pending),
@@ -264,9 +308,10 @@ class Rollout:
 
     def _forward(
         self, params: Any, carry: _Carry, position: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], jax.Array]:
-        """One token a row through the target; logits [B, V] float32 and the new caches."""
-        table = layers.rotary_table(inverse_frequencies(self._llama), self.config.length)
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[_State, ...], jax.Array]:
+        """One token a row through the target; the new caches, and logits [B, V] float32."""
+        config = self._target
+        table = layers.rotary_table(targets.rotary_frequencies(config), self.config.length)
         rotary = Rotary(*(column[position][None] for column in table))
         keys, values = list(carry.keys), list(carry.values)
 
@@ -277,10 +322,11 @@ class Rollout:
                 )
             return attend_one(q, keys[layer], values[layer], position)
 
-        model, variables = Llama(self._llama), {"params": params}
-        output: Any = model.apply(variables, carry.token[:, None], rotary, attend)
-        logits: Any = model.apply(variables, output.hidden[:, 0], method="logits")
-        return tuple(keys), tuple(values), logits
+        recur = _StepRecur(carry.states)
+        output = targets.forward(config, params, carry.token[:, None], rotary, attend, recur)
+        hidden = output.hidden[:, 0]
+        logits: Any = targets.module(config).apply({"params": params}, hidden, method="logits")
+        return tuple(keys), tuple(values), tuple(recur.states), logits
 
 
 class _Segment(NamedTuple):

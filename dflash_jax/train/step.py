@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from dflash_jax.errors import InputError
-from dflash_jax.models import layers
+from dflash_jax.models import layers, targets
 from dflash_jax.models.dflash2 import init_params
 from dflash_jax.models.dflash2_config import DrafterConfig
 from dflash_jax.models.layers import Rotary
-from dflash_jax.models.llama import Llama, LlamaConfig
-from dflash_jax.models.llama import inverse_frequencies as target_frequencies
+from dflash_jax.models.targets import TargetConfig
 from dflash_jax.train.blocks import Blocks, block_hidden, choose_anchors, cut_blocks
 from dflash_jax.train.losses import (
     NOT_DRAFTED,
@@ -109,7 +108,7 @@ def learning_rate(config: TrainConfig, progress: float) -> float:
 class Models(NamedTuple):
     """Static: both configs and how to train. Hashable."""
 
-    target: LlamaConfig
+    target: TargetConfig
     drafter: DrafterConfig
     train: TrainConfig
 
@@ -193,7 +192,7 @@ def initial_state(models: Models, params: Any = None) -> TrainState:
 def read_target(models: Models, frozen: Frozen, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The target over whole sequences [B, S]: normed hidden [B, S, D], taps [B, S, n·D]."""
     length = tokens.shape[1]
-    table = layers.rotary_table(target_frequencies(models.target), length)
+    table = layers.rotary_table(targets.rotary_frequencies(models.target), length)
     mask = jnp.tril(jnp.ones((length, length), bool))
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -202,11 +201,13 @@ def read_target(models: Models, frozen: Frozen, tokens: jax.Array) -> tuple[jax.
             return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
         return layers.attention(q, k, v, mask)
 
-    output: Any = Llama(models.target).apply(
-        {"params": frozen.target},
+    output = targets.forward(
+        models.target,
+        frozen.target,
         tokens,
         table.at(jnp.arange(length)),
         attend,
+        targets.whole_sequence(models.target),
         models.drafter.target_layer_ids,
     )
     return output.hidden, jnp.concatenate(output.taps, axis=-1)

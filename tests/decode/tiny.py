@@ -11,7 +11,12 @@ import numpy as np
 
 from dflash_jax.checkpoints.drafter import Drafter
 from dflash_jax.decode.noise import gumbel
-from dflash_jax.decode.programs import TargetState, new_drafter_cache, new_target_state
+from dflash_jax.decode.programs import (
+    DecodeSpec,
+    TargetState,
+    new_drafter_cache,
+    new_target_state,
+)
 from dflash_jax.decode.rows import RowPolicy, row_policy
 from dflash_jax.decode.sampling import GREEDY, Sampling
 from dflash_jax.engine import Decoder, LoneDriver, Request, prepare
@@ -251,9 +256,12 @@ def lattice_around(rng: np.random.Generator, right: list[int]) -> Lattice:
     return Lattice(candidates, unary, edge)
 
 
-def knowing_decoder(prompt, replies: list[int], seed: int = 0) -> Decoder:
-    """The session's decoder with a drafter that mostly knows the reply, and buffers of its own."""
-    base = decoder()
+def knowing_decoder(prompt, replies: list[int], seed: int = 0, base=None) -> Decoder:
+    """A decoder with a drafter that mostly knows the reply, and buffers of its own.
+
+    `base`: None is the session's.
+    """
+    base = base or decoder()
     rng = np.random.default_rng(seed)
 
     def draft(weights, cache, taps, count, length, anchor):
@@ -262,12 +270,12 @@ def knowing_decoder(prompt, replies: list[int], seed: int = 0) -> Decoder:
         return cache, lattice_around(rng, replies[begin:])
 
     executables = base.executables._replace(draft=draft)
-    return dataclasses.replace(base, executables=executables, buffers=new_buffers())
+    return dataclasses.replace(base, executables=executables, buffers=new_buffers(base.spec))
 
 
-def new_buffers() -> Buffers:
+def new_buffers(spec: DecodeSpec | None = None) -> Buffers:
     """Buffers that no stream has used."""
-    spec = decoder().spec
+    spec = spec or decoder().spec
     return Buffers(new_target_state(spec), new_drafter_cache(spec))
 
 
