@@ -31,7 +31,8 @@ def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) ->
     architectures = config.get("architectures") or []
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise InputError(
-            f"{label}: architectures {architectures} is none of {sorted(ARCHITECTURES)}"
+            f"{label}: architectures {architectures} is none of {sorted(ARCHITECTURES)}, "
+            "nor Qwen3.5's"
         )
     qk_norm = ARCHITECTURES[architectures[0]]
     _refuse_unknown_features(config, label)
@@ -126,7 +127,8 @@ def from_gguf(file: GGUFFile, dtype: np.dtype) -> LlamaConfig:
     arch = file.value("general.architecture", str)
     if arch not in GGUF_ARCHITECTURES:
         raise InputError(
-            f"{file.label}: architecture {arch!r} is none of {sorted(GGUF_ARCHITECTURES)}"
+            f"{file.label}: architecture {arch!r} is none of {sorted(GGUF_ARCHITECTURES)}, "
+            "nor qwen35"
         )
     for feature in ("attention.sliding_window", "expert_count"):
         if file.value(f"{arch}.{feature}", int, 0):

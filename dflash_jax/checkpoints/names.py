@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from dflash_jax.errors import InputError
 from dflash_jax.models.layers import Int8Matrix, int8_rows_and_scale
+from dflash_jax.models.targets import TargetConfig
 
 # How many names a message lists before it only counts.
 LISTED_NAMES = 5
@@ -55,6 +56,13 @@ class Entry:
 
 
 Store = Callable[[Path, np.ndarray], Any]
+
+
+class Opened(NamedTuple):
+    """A checkpoint whose config is known and whose tensors are not read yet."""
+
+    config: TargetConfig
+    read: Callable[[], dict[str, Any]]  # the parameters
 
 
 def as_floats(dtype: Any) -> Store:

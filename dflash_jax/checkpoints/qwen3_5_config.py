@@ -41,6 +41,12 @@ _COVERED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def is_family(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of this family, covered or not."""
+    architectures = config.get("architectures") or []
+    return any(str(name).startswith("Qwen3_5") for name in architectures)
+
+
 def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) -> Qwen35Config:
     """Reads config.json, already parsed; `label` names it in messages."""
     architectures = config.get("architectures") or []

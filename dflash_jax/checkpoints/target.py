@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,16 +17,28 @@ import numpy as np
 from dflash_jax.checkpoints import (
     gguf_tokenizer,
     hf_tokenizer,
+    hybrid,
     llama_config,
     llama_names,
+    qwen3_5_config,
+    qwen3_5_gguf,
+    qwen3_5_names,
     safetensors_files,
 )
 from dflash_jax.checkpoints.gguf_file import GGUFFile
-from dflash_jax.checkpoints.names import Store, TensorSource, as_floats, as_int8, load_parameters
+from dflash_jax.checkpoints.names import (
+    Opened,
+    Store,
+    TensorSource,
+    as_floats,
+    as_int8,
+    load_parameters,
+)
 from dflash_jax.checkpoints.safetensors_files import SafetensorsSource
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
 from dflash_jax.models.llama import COMPUTE_DTYPES, LlamaConfig
+from dflash_jax.models.targets import TargetConfig
 
 WEIGHTS = (*COMPUTE_DTYPES, "int8")
 EMBEDDED = "embedded"
@@ -44,26 +58,35 @@ class Target:
       name: short, for people and records.
       fingerprint: hex, for cache keys: of the checkpoint's files, not of `weights`.
       config: sizes and compute dtype.
-      params: {"params": ...} for `Llama(config).apply`; arrays of `config.dtype`, or Int8Matrix.
+      params: {"params": ...} for `targets.module(config).apply`; arrays of `config.dtype` (a few
+        of a hybrid float32 always), or Int8Matrix.
       tokenizer: its `vocab_size` may be below `config.vocab_size`; ids above are padding.
       stop_token_ids: a reply ends with any of them.
     """
 
     name: str
     fingerprint: str
-    config: LlamaConfig
+    config: TargetConfig
     params: dict[str, Any]
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
 
 
-def load_target(path: str | pathlib.Path, weights: str = "float32") -> Target:
+Accept = Callable[[TargetConfig], None]
+
+
+def load_target(
+    path: str | pathlib.Path,
+    weights: str = "float32",
+    accept: Accept = lambda config: None,
+) -> Target:
     """Loads a `.gguf` file, a Hugging Face directory, or "embedded" (SmolLM2-135M-Instruct).
 
     Args:
       path: see above.
       weights: "float32" or "bfloat16", of the parameters and the activations; or "int8": matrices
         as int8, the rest and the activations as float32.
+      accept: gets the config before any tensor is read; may raise.
 
     Raises:
       InputError: nothing there, an unknown architecture, a file that is truncated or does not fit.
@@ -74,9 +97,9 @@ def load_target(path: str | pathlib.Path, weights: str = "float32") -> Target:
     store = as_int8(dtype) if weights == "int8" else as_floats(dtype)
     path = embedded_path() if path == EMBEDDED else pathlib.Path(path)
     if path.is_dir():
-        target = _load_directory(path, dtype, store)
+        target = _load_directory(path, dtype, store, accept)
     elif path.is_file():
-        target = _load_gguf(path, dtype, store)
+        target = _load_gguf(path, dtype, store, accept)
     else:
         raise InputError(f"target {path}: no such file or directory")
     if target.tokenizer.vocab_size > target.config.vocab_size:
@@ -101,41 +124,49 @@ def embedded_path() -> pathlib.Path:
     return files[0]
 
 
-def _load_gguf(path: pathlib.Path, dtype: np.dtype, store: Store) -> Target:
+def _load_gguf(path: pathlib.Path, dtype: np.dtype, store: Store, accept: Accept) -> Target:
     file = GGUFFile(path)
-    config = llama_config.from_gguf(file, dtype)
-    _check_tensor_count(config, file)
+    hybrids = file.value("general.architecture", str) == qwen3_5_gguf.ARCHITECTURE
+    opened = (hybrid.open_gguf if hybrids else _open_llama_gguf)(file, dtype, store)
     tokenizer = gguf_tokenizer.from_gguf(file)
-    ignored = {llama_names.GGUF_ROPE_FACTORS} if config.rope_scaling else set()
-    params = load_parameters(file, llama_names.gguf_table(config), store, ignored)
+    accept(opened.config)
+    params = opened.read()
     return Target(
         name=path.stem,
         fingerprint=fingerprint([path]),
-        config=config,
+        config=opened.config,
         params={"params": params},
         tokenizer=tokenizer,
         stop_token_ids=gguf_tokenizer.stop_ids(file, tokenizer) | tokenizer.end_of_turn_ids(),
     )
 
 
-def _load_directory(directory: pathlib.Path, dtype: np.dtype, store: Store) -> Target:
+def _open_llama_gguf(file: GGUFFile, dtype: np.dtype, store: Store) -> Opened:
+    config = llama_config.from_gguf(file, dtype)
+    _check_tensor_count(config, file)
+    table = llama_names.gguf_table(config)
+    ignored = {llama_names.GGUF_ROPE_FACTORS} if config.rope_scaling else set()
+    return Opened(config, functools.partial(load_parameters, file, table, store, ignored))
+
+
+def _load_directory(
+    directory: pathlib.Path, dtype: np.dtype, store: Store, accept: Accept
+) -> Target:
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise InputError(f"{directory}: holds no config.json")
     hf_config = safetensors_files.read_json(config_path)
-    config = llama_config.from_hugging_face(hf_config, str(config_path), dtype)
-    source = SafetensorsSource(directory)
-    _check_tensor_count(config, source)
+    hybrids = qwen3_5_config.is_family(hf_config)
+    opened = (hybrid.open_directory if hybrids else _open_llama_directory)(directory, dtype, store)
     tokenizer = hf_tokenizer.from_directory(directory)
-    params = load_parameters(
-        source,
-        llama_names.hugging_face_table(config),
-        store,
-        llama_names.hugging_face_ignored(config),
-    )
+    accept(opened.config)
+    params = opened.read()
     generation_path = directory / "generation_config.json"
     generation = safetensors_files.read_json(generation_path) if generation_path.is_file() else {}
-    stops = {*_ids(hf_config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))}
+    text = hf_config.get("text_config") or {}  # where there is vision beside it
+    stops = {
+        eos for part in (hf_config, text, generation) for eos in _ids(part.get("eos_token_id"))
+    }
     if tokenizer.eos_id is not None:
         stops.add(tokenizer.eos_id)
     return Target(
@@ -147,11 +178,31 @@ def _load_directory(directory: pathlib.Path, dtype: np.dtype, store: Store) -> T
                 *safetensors_files.tensor_files(directory),
             ]
         ),
-        config=config,
+        config=opened.config,
         params={"params": params},
         tokenizer=tokenizer,
         stop_token_ids=frozenset(stops) | tokenizer.end_of_turn_ids(),
     )
+
+
+def _open_llama_directory(directory: pathlib.Path, dtype: np.dtype, store: Store) -> Opened:
+    config_path = directory / "config.json"
+    description = safetensors_files.read_json(config_path)
+    config = llama_config.from_hugging_face(description, str(config_path), dtype)
+    source = SafetensorsSource(directory)
+    _check_tensor_count(config, source)
+    table = llama_names.hugging_face_table(config)
+    ignored = llama_names.hugging_face_ignored(config)
+    return Opened(config, functools.partial(load_parameters, source, table, store, ignored))
+
+
+def parameter_count(config: TargetConfig) -> int:
+    """Numbers in the checkpoint of such a target."""
+    if isinstance(config, LlamaConfig):
+        table = llama_names.hugging_face_table(config)
+    else:
+        table = qwen3_5_names.hugging_face_table(config)
+    return sum(math.prod(entry.shape) for entry in table)
 
 
 def _check_tensor_count(config: LlamaConfig, source: TensorSource) -> None:

@@ -11,17 +11,21 @@ from typing import Any
 import jax
 
 from dflash_jax import pricing
-from dflash_jax.checkpoints.drafter import Drafter, load_drafter
+from dflash_jax.checkpoints.drafter import Drafter, check_target, load_drafter
+from dflash_jax.checkpoints.drafter_config import CONFIG, read_config
 from dflash_jax.checkpoints.target import EMBEDDED, Target, load_target
 from dflash_jax.decode.rows import RowPolicy
+from dflash_jax.engine import memory
 from dflash_jax.engine.decoder import Decoder, Say, prepare
 from dflash_jax.errors import InputError
+from dflash_jax.models.targets import TargetConfig
 from dflash_jax.tree.growth import CAP
 
 # The drafter that this project trained for the embedded target.
 EMBEDDED_DRAFTER = pathlib.Path(__file__).parent.parent / "assets" / "smollm2_135m_dflash2"
 AUTO = "auto"
 INT8 = "int8"
+SIZES = "sizes"
 CALIBRATION_FILE = "calibration.json"
 
 
@@ -31,7 +35,8 @@ class ModelConfig:
 
     target: "embedded", a .gguf file, or a Hugging Face folder. drafter: "embedded", a folder, or
     "" for none. weights: how they live on the device, one of `target.WEIGHTS`, or "auto".
-    context_limit: most tokens of prompt and reply together.
+    context_limit: most tokens of prompt and reply together. A config's `sizes` are not the models':
+    scripts/bench_target.py makes up weights of those shapes.
     """
 
     target: str = EMBEDDED
@@ -43,6 +48,8 @@ class ModelConfig:
         for name, kind in (("target", str), ("drafter", str), ("weights", str)):
             if not isinstance(getattr(self, name), kind):
                 raise InputError(f"config {name}={getattr(self, name)!r} must be a {kind.__name__}")
+        if not self.target:
+            raise InputError("the config names no target: give --config.target=FOLDER")
         if not isinstance(self.context_limit, int) or self.context_limit < 1:
             raise InputError(f"config context_limit={self.context_limit!r} must be a whole number")
 
@@ -50,10 +57,10 @@ class ModelConfig:
     def from_config(cls, config: Any) -> ModelConfig:
         """From an ml_collections config; unknown names are an error, not ignored."""
         names = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(config) - names)
+        unknown = sorted(set(config) - names - {SIZES})
         if unknown:
             raise InputError(f"config: unknown {', '.join(unknown)}; it takes {sorted(names)}")
-        return cls(**dict(config))
+        return cls(**{name: value for name, value in config.items() if name != SIZES})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,13 +80,23 @@ def load_models(config: ModelConfig) -> Models:
     """Loads the checkpoints.
 
     Raises:
-      InputError: one is missing, damaged, or does not fit the other.
+      InputError: one is missing, damaged, does not fit the other, or not the device's memory.
     """
     weights = default_weights() if config.weights == AUTO else config.weights
-    target = load_target(config.target, weights)
+    folder = EMBEDDED_DRAFTER if config.drafter == EMBEDDED else pathlib.Path(config.drafter)
+
+    def accept(target: TargetConfig) -> None:
+        """What can be known before gigabytes are read."""
+        drafter = None
+        if config.drafter:
+            drafter = read_config(folder / CONFIG, target.dtype)
+            check_target(drafter, target, str(folder))
+        free = memory.free_bytes()
+        memory.require_fit(target, drafter, weights, config.context_limit, free)
+
+    target = load_target(config.target, weights, accept)
     if not config.drafter:
         return Models(target, None, None)
-    folder = EMBEDDED_DRAFTER if config.drafter == EMBEDDED else pathlib.Path(config.drafter)
     drafter = load_drafter(folder, target.config, target.config.dtype, int8=weights == INT8)
     return Models(target, drafter, _calibration(folder / CALIBRATION_FILE))
 
