@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -60,8 +60,8 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(load: Load, listener: socket.socket, options: Options) -> None:
-    """Serves until SIGTERM or SIGINT, then returns; or ends the process with status 0.
+def serve(load: Load, listener: socket.socket, options: Options) -> NoReturn:
+    """Serves until SIGTERM or SIGINT, then ends the process with status 0.
 
     Raises:
       InputError: what `load` found wrong.
@@ -83,11 +83,13 @@ def serve(load: Load, listener: socket.socket, options: Options) -> None:
             signal.signal(one, handler)
     if service.failure is not None:
         raise service.failure
-    if service.model is None or not service.join(_GRACE_S):
-        # Stopped while it compiles, which cannot be interrupted.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    if service.model is not None:
+        service.join(_GRACE_S)
+    # Not by returning: a compilation cannot be interrupted, and an interpreter with a model in it
+    # takes seconds to take itself apart.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _nothing(*_: Any) -> None:

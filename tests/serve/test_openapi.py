@@ -54,7 +54,7 @@ def statuses(operation, mode) -> set[int]:
 
     @hypothesis.seed(0)
     @hypothesis.settings(
-        max_examples=15,
+        max_examples=40,
         database=None,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
