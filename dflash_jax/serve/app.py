@@ -48,8 +48,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorReply, "description": "Refused; the message says why."},
     "5XX": {"model": ErrorReply, "description": "Not possible now."},
 }
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAM_TOO: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}},
     **_ERRORS,
 }
 router = fastapi.APIRouter(responses=_ERRORS)
