@@ -91,7 +91,7 @@ class Stream:
         self._rule = rule
         self._budget = min(request.max_tokens, room)
         self._sampling = jax.tree.map(jnp.asarray, request.sampling.arrays())
-        self._seed = request.sampling.arrays().seed
+        self._arrays = request.sampling.arrays()
         self._state, self._drafter_cache = decoder.take_buffers()
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
@@ -227,8 +227,8 @@ class Stream:
         noise, temperature = None, 1.0
         if not sampling.greedy:
             depths = np.arange(lattice.candidates.shape[0])[:, None]
-            noise = gumbel(self._seed, context + 1 + depths, lattice.candidates)
-            temperature = sampling.temperature
+            noise = gumbel(self._arrays.seed, context + 1 + depths, lattice.candidates)
+            temperature = float(self._arrays.temperature)  # clamped, as the target's own
         scores = own_log_chances(lattice, temperature, noise)
         tree = grow(lattice.candidates, scores, driver.cap)
         sampled = not sampling.greedy

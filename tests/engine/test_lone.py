@@ -120,6 +120,14 @@ def test_the_rule_learns_each_round_once_with_its_own_chances(monkeypatch):
         np.testing.assert_array_equal(told["landed"], record.landed)
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_hottest_temperature_grows_trees_without_overflow():
+    sampling = Sampling(temperature=1e300, seed=4)
+    driver = LoneDriver(tiny.decoder(), rule="fixed:7")
+    tokens, _, _ = tiny.decode(driver, Request(tiny.prompt_of(33), sampling, 12))
+    assert tokens == tiny.plain(33, sampling, 12)[0]
+
+
 def test_int8_weights_give_one_hash_too():
     params = {
         name: layers.Int8Matrix(*map(jnp.asarray, layers.int8_rows_and_scale(np.asarray(leaf))))
