@@ -117,11 +117,11 @@ def test_prepare_says_so_and_pads_every_window_when_a_width_is_not_exact(monkeyp
     lines = []
     session = tiny.decoder().executables  # compiled before the patch
 
-    def compile_or_reuse(programs, widths, progress, options=None):
+    def compile_or_reuse(programs, widths, progress, options=None, say=print):
         if programs.verify[0].inputs[2].shape[0] < MAX_ROWS:
             verify = {width: session.verify[width] for width in widths}
             return with_sabotage(session._replace(verify=verify), tampered_logits)
-        return compile_programs(programs, widths, progress, options)
+        return compile_programs(programs, widths, progress, options, say)
 
     monkeypatch.setattr(decoder_module, "compile_programs", compile_or_reuse)
     prepared = tiny.make_decoder(widths=(0, WIDTH), say=lines.append)
