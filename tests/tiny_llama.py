@@ -15,7 +15,8 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from dflash_jax.models import layers
-from dflash_jax.models.llama import Llama, LlamaConfig, TargetOutput, inverse_frequencies
+from dflash_jax.models.llama import Llama, LlamaConfig, inverse_frequencies
+from dflash_jax.models.target_base import TargetOutput
 
 SIZES = {
     "vocab_size": 300,

@@ -16,9 +16,9 @@ from dflash_jax.decode.attention import Cache
 from dflash_jax.decode.recurrence import PromptRecur, States, WindowRecur, new_states
 from dflash_jax.decode.rows import RowPolicy, row_policy
 from dflash_jax.models import layers
-from dflash_jax.models.llama import TargetOutput
 from dflash_jax.models.qwen3_5 import FULL, LINEAR, Qwen35, Qwen35Config, WholeSequence
 from dflash_jax.models.qwen3_5 import inverse_frequencies as frequencies
+from dflash_jax.models.target_base import TargetOutput
 from dflash_jax.tree.masks import DEPTH, PATH, TOKEN
 
 ROPE = {

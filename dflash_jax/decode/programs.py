@@ -36,8 +36,8 @@ from dflash_jax.models.layers import (
     rotary_table,
     rows_of,
 )
-from dflash_jax.models.llama import TargetOutput
 from dflash_jax.models.qwen3_5 import Recur
+from dflash_jax.models.target_base import TargetOutput
 from dflash_jax.models.targets import TargetConfig
 from dflash_jax.tree.masks import DEPTH, MAX_ROWS, PATH, TOKEN, WINDOW_COLUMNS
 

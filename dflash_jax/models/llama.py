@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,6 +18,7 @@ import numpy as np
 from dflash_jax.errors import InputError
 from dflash_jax.models import layers
 from dflash_jax.models.layers import Attend, Linear, RMSNorm, Rotary
+from dflash_jax.models.target_base import MLP, Target, TargetOutput
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 FLOAT32 = np.dtype("float32")
@@ -135,29 +135,6 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     return frequencies
 
 
-class TargetOutput(NamedTuple):
-    """What one forward gives. Logits are taken from `hidden` by `Llama.logits`."""
-
-    hidden: jax.Array  # [..., T, D], after the final norm
-    taps: tuple[
-        jax.Array, ...
-    ]  # each [..., T, D]: the outputs of the tapped blocks, in their order
-
-
-class Matrix(nn.Module):
-    """A bare [rows, D] matrix named `weight`: the embedding and the untied head."""
-
-    rows: int
-    features: int
-
-    def setup(self) -> None:
-        init = nn.initializers.normal(0.02)
-        self.weight = self.param("weight", init, (self.rows, self.features), jnp.float32)
-
-    def __call__(self) -> layers.Weight:
-        return self.weight
-
-
 class Attention(nn.Module):
     """Grouped-query attention; the caller's `attend` does all but the projections and rotary."""
 
@@ -181,23 +158,6 @@ class Attention(nn.Module):
         return Linear(config.hidden_size, config.attention_bias, config.dtype, name="o_proj")(out)
 
 
-class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020); gate and up are one map."""
-
-    config: LlamaConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        config = self.config
-
-        def linear(features: int, name: str) -> Linear:
-            return Linear(features, config.mlp_bias, config.dtype, name=name)
-
-        gate_up = linear(2 * config.intermediate_size, "gate_up_proj")(x)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        return linear(config.hidden_size, "down_proj")(jax.nn.silu(gate) * up)
-
-
 class Block(nn.Module):
     """Attention and feed-forward, each on the normed residual stream."""
 
@@ -210,21 +170,20 @@ class Block(nn.Module):
         normed = RMSNorm(config.rms_norm_eps, config.dtype, name="input_layernorm")(x)
         x = x + Attention(config, self.layer, name="self_attn")(normed, rotary, attend)
         normed = RMSNorm(config.rms_norm_eps, config.dtype, name="post_attention_layernorm")(x)
-        return x + MLP(config, name="mlp")(normed)
+        mlp = MLP(config.intermediate_size, config.mlp_bias, config.dtype, name="mlp")
+        return x + mlp(normed)
 
 
-class Llama(nn.Module):
-    """The target. `embed` and `logits` are for `apply(..., method="embed")` too."""
+class Llama(Target):
+    """The target."""
 
     config: LlamaConfig
 
     def setup(self) -> None:
         config = self.config
-        self.embed_tokens = Matrix(config.vocab_size, config.hidden_size)
+        self.setup_ends()
         self.layers = [Block(config, layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.rms_norm_eps, config.dtype)
-        if not config.tie_word_embeddings:
-            self.lm_head = Matrix(config.vocab_size, config.hidden_size)
 
     def __call__(
         self,
@@ -233,7 +192,7 @@ class Llama(nn.Module):
         attend: Attend,
         tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Runs every block, unrolled.
+        """Runs every block.
 
         Args:
           tokens: int32 [..., T].
@@ -241,30 +200,8 @@ class Llama(nn.Module):
           attend: the caller's attention.
           tap_layers: blocks whose outputs are wanted; 0 is the first.
         """
-        for layer in tap_layers:
-            if not 0 <= layer < self.config.num_layers:
-                raise InputError(f"tap layer {layer} is not in 0..{self.config.num_layers - 1}")
-        x = self.embed(tokens)
-        outputs = []
-        for block in self.layers:
-            # The barrier makes every block's output an array of its own, tapped or not: else a GPU
-            # fuses across blocks that are not tapped, and the bits depend on the drafter's taps.
-            x = jax.lax.optimization_barrier(block(x, rotary, attend))
-            outputs.append(x)
-        return TargetOutput(self.norm(x), tuple(outputs[layer] for layer in tap_layers))
+        return self.through_blocks(tokens, lambda block, x: block(x, rotary, attend), tap_layers)
 
     def init_all(self, tokens: jax.Array, rotary: Rotary, attend: Attend) -> jax.Array:
         """Touches every parameter, the head included: the method for `init`."""
         return self.logits(self(tokens, rotary, attend).hidden)
-
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """int32 [..., T] -> [..., T, D]."""
-        return layers.rows_of(self.embed_tokens(), tokens, self.config.dtype)
-
-    def head(self) -> layers.Weight:
-        """The output head [V, D]: a drafter shares it."""
-        return self.embed_tokens() if self.config.tie_word_embeddings else self.lm_head()
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., T, D], normed -> float32 [..., T, V]; accumulated and kept in float32."""
-        return layers.logits(hidden.astype(self.config.dtype), self.head())

@@ -21,7 +21,8 @@ import numpy as np
 from dflash_jax.errors import InputError
 from dflash_jax.models import delta_rule, layers
 from dflash_jax.models.layers import Attend, Linear, Rotary
-from dflash_jax.models.llama import COMPUTE_DTYPES, FLOAT32, Matrix, TargetOutput
+from dflash_jax.models.llama import COMPUTE_DTYPES, FLOAT32
+from dflash_jax.models.target_base import MLP, Target, TargetOutput
 
 LINEAR = "linear_attention"
 FULL = "full_attention"
@@ -299,21 +300,6 @@ class ShortConvolution(nn.Module):
         return jax.nn.silu(sum(terms[1:], terms[0]))
 
 
-class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020); gate and up are one map."""
-
-    config: Qwen35Config
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        config = self.config
-        size = config.intermediate_size
-        gate_up = Linear(2 * size, dtype=config.dtype, name="gate_up_proj")(x)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        down = Linear(config.hidden_size, dtype=config.dtype, name="down_proj")
-        return down(jax.nn.silu(gate) * up)
-
-
 class Block(nn.Module):
     """A token mixer and a feed-forward, each on the normed residual stream."""
 
@@ -332,21 +318,19 @@ class Block(nn.Module):
             mixed = GatedDeltaNet(config, index, name="linear_attn")(normed, recur)
         x = x + mixed
         norm = CentredRMSNorm(config.rms_norm_eps, config.dtype, name="post_attention_layernorm")
-        return x + MLP(config, name="mlp")(norm(x))
+        return x + MLP(config.intermediate_size, False, config.dtype, name="mlp")(norm(x))
 
 
-class Qwen35(nn.Module):
-    """The target; the methods are `Llama`'s."""
+class Qwen35(Target):
+    """The target."""
 
     config: Qwen35Config
 
     def setup(self) -> None:
         config = self.config
-        self.embed_tokens = Matrix(config.vocab_size, config.hidden_size)
+        self.setup_ends()
         self.layers = [Block(config, layer) for layer in range(config.num_layers)]
         self.norm = CentredRMSNorm(config.rms_norm_eps, config.dtype)
-        if not config.tie_word_embeddings:
-            self.lm_head = Matrix(config.vocab_size, config.hidden_size)
 
     def __call__(
         self,
@@ -356,7 +340,7 @@ class Qwen35(nn.Module):
         recur: Recur,
         tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Runs every block, unrolled.
+        """Runs every block.
 
         Args:
           tokens: int32 [..., T].
@@ -365,32 +349,12 @@ class Qwen35(nn.Module):
           recur: the caller's recurrences.
           tap_layers: blocks whose outputs are wanted; 0 is the first of all.
         """
-        for layer in tap_layers:
-            if not 0 <= layer < self.config.num_layers:
-                raise InputError(f"tap layer {layer} is not in 0..{self.config.num_layers - 1}")
-        x = self.embed(tokens)
-        outputs = []
-        for block in self.layers:
-            # The barrier makes every block's output an array of its own, tapped or not: a compiler
-            # that fused across blocks would let the bits depend on the drafter's taps.
-            x = jax.lax.optimization_barrier(block(x, rotary, attend, recur))
-            outputs.append(x)
-        return TargetOutput(self.norm(x), tuple(outputs[layer] for layer in tap_layers))
+        return self.through_blocks(
+            tokens, lambda block, x: block(x, rotary, attend, recur), tap_layers
+        )
 
     def init_all(
         self, tokens: jax.Array, rotary: Rotary, attend: Attend, recur: Recur
     ) -> jax.Array:
         """Touches every parameter, the head included: the method for `init`."""
         return self.logits(self(tokens, rotary, attend, recur).hidden)
-
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """int32 [..., T] -> [..., T, D]."""
-        return layers.rows_of(self.embed_tokens(), tokens, self.config.dtype)
-
-    def head(self) -> layers.Weight:
-        """The output head [V, D]: a drafter shares it."""
-        return self.embed_tokens() if self.config.tie_word_embeddings else self.lm_head()
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., T, D], normed -> float32 [..., T, V]; accumulated and kept in float32."""
-        return layers.logits(hidden.astype(self.config.dtype), self.head())

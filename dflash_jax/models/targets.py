@@ -10,8 +10,9 @@ import numpy as np
 
 from dflash_jax.models import layers, llama, qwen3_5
 from dflash_jax.models.layers import Attend, Rotary
-from dflash_jax.models.llama import Llama, LlamaConfig, TargetOutput
+from dflash_jax.models.llama import Llama, LlamaConfig
 from dflash_jax.models.qwen3_5 import Qwen35, Qwen35Config, Recur, WholeSequence
+from dflash_jax.models.target_base import TargetOutput
 
 TargetConfig = LlamaConfig | Qwen35Config
 
