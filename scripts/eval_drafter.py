@@ -17,16 +17,17 @@ import pathlib
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 from rich.console import Console
 from rich.table import Table
 
+from dflash_jax import entry, platform
 from dflash_jax.checkpoints.drafter import load_drafter
 from dflash_jax.checkpoints.target import Target
 from dflash_jax.decode.sampling import Sampling
-from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax.errors import InputError
 from dflash_jax.train import recipe
 from dflash_jax.train.devices import data_mesh
 from dflash_jax.train.evaluate import Evaluation, evaluate
@@ -50,13 +51,14 @@ _TOP_K = flags.DEFINE_integer("top_k", 20, "of the sampled replies")
 _TOP_P = flags.DEFINE_float("top_p", 0.95, "of the sampled replies")
 _ROWS = flags.DEFINE_integer("rows", 16, "replies read together")
 _ANCHORS = flags.DEFINE_integer("anchors", 64, "blocks of a reply drafted together")
+_PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "where to run")
 flags.mark_flag_as_required("config")
 
 
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    with one_line_errors():
-        run(Console(soft_wrap=True, width=140))
+    platform.initialize(_PLATFORM.value)
+    run(Console(soft_wrap=True, width=140))
 
 
 def run(console: Console) -> None:
@@ -160,4 +162,4 @@ def write(out: pathlib.Path, drafter: pathlib.Path, results: dict[str, Evaluatio
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

@@ -8,11 +8,11 @@ other prompts with --prompts=a.jsonl,b.jsonl (see dflash_jax/train/prompts.py fo
 
 from __future__ import annotations
 
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 from rich.console import Console
 
-from dflash_jax.errors import one_line_errors
+from dflash_jax import entry, platform
 from dflash_jax.train import recipe
 from dflash_jax.train.devices import check_batch, data_mesh
 from dflash_jax.train.generate import Generator, generate
@@ -23,13 +23,14 @@ _OUT = flags.DEFINE_string("out", None, "folder of the shards", required=True)
 _PROMPTS = flags.DEFINE_list("prompts", None, "prompt files beside those of the recipe")
 _DEVICES = flags.DEFINE_integer("devices", 0, "devices to use; 0 is all")
 _TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 0, "begin no shard after so long; 0 is no limit")
+_PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "where to run")
 flags.mark_flag_as_required("config")
 
 
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every file it writes
-    with one_line_errors():
-        run(Console(soft_wrap=True))
+    platform.initialize(_PLATFORM.value)
+    run(Console(soft_wrap=True))
 
 
 def run(console: Console) -> None:
@@ -57,4 +58,4 @@ def run(console: Console) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

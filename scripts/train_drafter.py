@@ -14,11 +14,12 @@ import json
 import pathlib
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 from rich.console import Console
 
-from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax import entry, platform
+from dflash_jax.errors import InputError
 from dflash_jax.train import recipe
 from dflash_jax.train.devices import data_mesh
 from dflash_jax.train.generate import tokenizer_fingerprint
@@ -31,13 +32,14 @@ _DATA = flags.DEFINE_string("data", None, "folder of shards", required=True)
 _OUT = flags.DEFINE_string("out", None, "folder of checkpoints and the drafter", required=True)
 _DEVICES = flags.DEFINE_integer("devices", 0, "devices to use; 0 is all")
 _TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 0, "training time; 0 is no limit")
+_PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "where to run")
 flags.mark_flag_as_required("config")
 
 
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every file it writes
-    with one_line_errors():
-        run(Console(soft_wrap=True))
+    platform.initialize(_PLATFORM.value)
+    run(Console(soft_wrap=True))
 
 
 def run(console: Console) -> None:
@@ -106,4 +108,4 @@ def record(report: Report) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import hashlib
 import json
 import os
@@ -121,10 +122,13 @@ def write_shard(directory: str | os.PathLike[str], header: ShardHeader, rows: Ro
         "own": np.packbits(rows.own, axis=1),
         "header": np.array(json.dumps(dataclasses.asdict(header))),
     }
+    # In memory first: a zip file of older NumPy that fails to write complains again when it goes.
+    packed = io.BytesIO()
+    np.savez_compressed(packed, **arrays)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+            file.write(packed.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
