@@ -295,7 +295,10 @@ class Trainer:
             raise InputError(
                 f"{where}: not a readable checkpoint ({_first_line(error)})"
             ) from error
-        self.state, self.elapsed_s = restored[STATE], float(elapsed)
+        # Orbax's arrays may be memory of NumPy's, which a step must not be given to reuse: with
+        # jax 0.5 a train step from the compilation cache then writes over what is not its own.
+        self.state = jax.tree.map(jnp.copy, restored[STATE])
+        self.elapsed_s = float(elapsed)
 
 
 def _first_line(error: Exception) -> str:

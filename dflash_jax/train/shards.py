@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import io
 import hashlib
+import io
 import json
 import os
 import pathlib
