@@ -17,6 +17,7 @@ from dflash_jax.decode.noise import gumbel
 from dflash_jax.decode.programs import Round
 from dflash_jax.decode.sampling import GREEDY, Sampling
 from dflash_jax.engine.decoder import Buffers, Decoder
+from dflash_jax.engine.rules import NO_RULES, Rules
 from dflash_jax.errors import InputError
 from dflash_jax.tree.growth import CAP, EMPTY, DraftTree, grow, own_log_chances
 from dflash_jax.tree.lattice import Lattice
@@ -36,6 +37,7 @@ class Request:
     sampling: Sampling = GREEDY
     max_tokens: int = 128
     stop_token_ids: frozenset[int] = frozenset()
+    rules: Rules = NO_RULES
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -85,6 +87,8 @@ class Stream:
             raise InputError(
                 f"the prompt has token ids outside 0..{decoder.spec.target.vocab_size - 1}"
             )
+        if request.rules != NO_RULES:
+            raise InputError("penalties, biases, grammars and budgets cannot be decoded yet")
         self._driver = driver
         self._decoder = decoder
         self._request = request

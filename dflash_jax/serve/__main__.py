@@ -40,7 +40,7 @@ _MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", 0, "0: what the c
 _REQUEST_TIMEOUT_S = flags.DEFINE_float("request_timeout_s", 600.0, "Waiting included.")
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "Where to run.")
 
-_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 def load_model(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.engine.grammars import GrammarVocabulary
 from dflash_jax.engine.turns import Drivers, Turns
 from dflash_jax.errors import InputError
 from dflash_jax.serve.responses import Status
@@ -53,6 +54,11 @@ class ServedModel:
     context_limit: int
     drivers: Drivers
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    grammar_vocabulary: GrammarVocabulary = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        vocabulary = GrammarVocabulary(self.tokenizer, self.stop_token_ids)
+        object.__setattr__(self, "grammar_vocabulary", vocabulary)
 
 
 Progress = Callable[[str], None]

@@ -1,0 +1,84 @@
+"""Grammars over a checkpoint's own tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.engine.grammars import Grammar, GrammarVocabulary
+from dflash_jax.engine.rules import Rules, Thinking
+from dflash_jax.errors import InputError
+from tests import tiny_llama
+
+STOPS = frozenset({256, 258})
+SIZE = 264
+
+
+def vocabulary(stops=STOPS) -> GrammarVocabulary:
+    tokenizer = Tokenizer(
+        tiny_llama.byte_tokenizer(), SIZE, None, 256, frozenset({256, 257, 258}), None
+    )
+    return GrammarVocabulary(tokenizer, stops)
+
+
+def allowed(matcher) -> set[int]:
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_a_matcher_allows_the_checkpoints_tokens_and_all_stops_at_the_end():
+    grammar = Grammar(LLMatcher.grammar_from_regex("ab?"), vocabulary())
+    matcher, ids = grammar.matcher(), tiny_llama.byte_tokenizer().encode("ab").ids
+    assert allowed(matcher) == {ids[0]}
+    matcher.consume_token(ids[0])
+    assert allowed(matcher) == {ids[1], *STOPS}
+    assert allowed(grammar.matcher()) == {ids[0]}  # each stream has its own
+
+
+def test_a_checkpoint_without_stop_tokens_ends_with_no_text():
+    matcher = Grammar(LLMatcher.grammar_from_regex("a"), vocabulary(frozenset())).matcher()
+    matcher.consume_token(tiny_llama.byte_tokenizer().encode("a").ids[0])
+    assert allowed(matcher) == {256}  # a control token
+    assert matcher.is_stopped()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (LLMatcher.grammar_from_regex("(ab"), "unclosed group"),
+        (LLMatcher.grammar_from_regex(r"[^\s\S]"), "no text matches"),
+        (LLMatcher.grammar_from_json_schema({"type": "foo"}), "Invalid type: foo"),
+        ("start: foo", "unknown name"),
+        ("", "Empty grammar"),
+        ("{}", "grammar: "),
+    ],
+)
+def test_a_grammar_that_is_malformed_or_matches_nothing_is_one_line(text, said):
+    with pytest.raises(InputError, match=said) as caught:
+        Grammar(text, vocabulary())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"logit_bias": ((5, 101.0),)}, "logit_bias 5"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias -1"),
+        ({"min_tokens": -1}, "min_tokens"),
+    ],
+)
+def test_rules_out_of_range_are_refused_by_name(fields, said):
+    with pytest.raises(InputError, match=said):
+        Rules(**fields)
+
+
+def test_a_thinking_budget_needs_its_closing():
+    with pytest.raises(InputError, match="closing"):
+        Thinking(end=7, budget=3)
+    with pytest.raises(InputError, match="budget -1"):
+        Thinking(end=7, budget=-1, closing=(7,))
