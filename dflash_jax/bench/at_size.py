@@ -20,15 +20,15 @@ from dflash_jax.decode.recurrence import copied
 from dflash_jax.engine import Decoder, LoneDriver, Request, RoundRecord
 from dflash_jax.engine.decoder import Buffers
 from dflash_jax.tree.growth import EMPTY, DraftTree
-from dflash_jax.tree.lattice import Lattice
+from dflash_jax.tree.lattice import Proposals
 from dflash_jax.tree.masks import MAX_ROWS, window_array
 
-_CERTAIN = 30.0  # added to a known token's logit: it becomes the first child
+_CERTAIN = 30.0  # the log-chance that a known token's siblings lose
 _TIMINGS = 10  # of each part
 
 
 class KnowingStream(RewoundStream):
-    """A stream whose lattice holds the reply's tokens at a share of its positions.
+    """A stream whose proposals hold the reply's tokens at a share of its positions.
 
     Args:
       known: the reply, as far as it is known.
@@ -49,23 +49,25 @@ class KnowingStream(RewoundStream):
         self._rng = np.random.default_rng(0)
 
     def _choose(self, context: int) -> tuple[DraftTree, np.ndarray, int]:
-        if self._lattice is not None:
+        if self._proposals is not None:
             begin = context - len(self._request.prompt) + 1
-            right = np.array(self._known[begin : begin + len(self._lattice.candidates)], np.int32)
+            depth = len(self._proposals.candidates)
+            right = np.array(self._known[begin : begin + depth], np.int32)
             told = np.flatnonzero(self._rng.random(len(right)) < self._landing)
-            self._lattice = _with_tokens(self._lattice, told, right[told])
+            self._proposals = _with_tokens(self._proposals, told, right[told])
         return super()._choose(context)
 
 
-def _with_tokens(lattice: Lattice, positions: np.ndarray, tokens: np.ndarray) -> Lattice:
-    """The lattice with a certain candidate at some positions, in place of the last one."""
-    candidates, unary = np.array(lattice.candidates), np.array(lattice.unary)
+def _with_tokens(proposals: Proposals, positions: np.ndarray, tokens: np.ndarray) -> Proposals:
+    """A certain candidate at some positions, in place of the last one."""
+    candidates, chances = (np.array(part) for part in proposals)
     for position, token in zip(positions, tokens, strict=True):
         (places,) = np.nonzero(candidates[position] == token)
         place = places[0] if len(places) else -1
         candidates[position, place] = token
-        unary[position, place] = unary[position].max() + _CERTAIN
-    return lattice._replace(candidates=candidates, unary=unary)
+        chances[position] -= _CERTAIN
+        chances[position, :, place] = 0
+    return Proposals(candidates, chances)
 
 
 class Rounds(NamedTuple):
@@ -123,9 +125,9 @@ def parts(decoder: Decoder, prefilled: Prefilled, width: int, sampling: Any) -> 
         state = done.state
         if executables.draft is not None:
             count, length = done.report.emitted, done.state.length
-            inputs = (cache, done.taps, count, length, done.state.anchor)
-            cache, lattice = executables.draft(decoder.drafter, *inputs)
-            jax.block_until_ready((cache, lattice))
+            inputs = (cache, done.taps, count, length, done.state.anchor, arrays)
+            cache, proposals = executables.draft(decoder.drafter, *inputs)
+            jax.block_until_ready((cache, proposals))
             draft_ms.append((time.perf_counter() - verified) * 1e3)
         verify_ms.append((verified - begin) * 1e3)
     decoder.buffers = Buffers(state, cache)

@@ -44,11 +44,11 @@ class RewoundStream(Stream):
         self._prefilled = prefilled
 
     def _prefill(self) -> RoundRecord:
-        first, length, anchor, lattice, states = self._prefilled
+        first, length, anchor, proposals, states = self._prefilled
         self._state = self._state._replace(
             length=jnp.int32(length), anchor=jnp.int32(anchor), states=copied(states)
         )
-        self._length, self._lattice = length, lattice
+        self._length, self._proposals = length, proposals
         self._emit(list(first.tokens))
         return first
 
@@ -59,7 +59,7 @@ def prefill(driver: LoneDriver, request: Request) -> Prefilled:
         first = next(stream.rounds())
     assert driver.decoder.buffers is not None  # the stream is closed
     states = copied(driver.decoder.buffers.state.states)
-    return Prefilled(first, len(request.prompt), int(first.tokens[0]), stream.lattice, states)
+    return Prefilled(first, len(request.prompt), int(first.tokens[0]), stream.proposals, states)
 
 
 def rewound(driver: LoneDriver, request: Request, prefilled: Prefilled) -> Stream:

@@ -22,6 +22,7 @@ import numpy as np
 
 from dflash_jax.decode import attention as attn
 from dflash_jax.decode.attention import Cache
+from dflash_jax.decode.noise import gumbel
 from dflash_jax.decode.packed import Packed, pack
 from dflash_jax.decode.recurrence import PromptRecur, States, WindowRecur, new_states
 from dflash_jax.decode.rows import RowPolicy
@@ -39,6 +40,8 @@ from dflash_jax.models.layers import (
 from dflash_jax.models.qwen3_5 import Recur
 from dflash_jax.models.target_base import TargetOutput
 from dflash_jax.models.targets import TargetConfig
+from dflash_jax.tree.growth import own_log_chances
+from dflash_jax.tree.lattice import Lattice, Proposals
 from dflash_jax.tree.masks import DEPTH, MAX_ROWS, PATH, TOKEN, WINDOW_COLUMNS
 
 Params = Any
@@ -390,7 +393,8 @@ def draft(
     count: jax.Array,
     length: jax.Array,
     anchor: jax.Array,
-) -> tuple[Cache, Any]:
+    sampling: SamplingArrays,
+) -> tuple[Cache, Proposals]:
     """Reads the taps of the rows just committed, then drafts a block behind them.
 
     Args:
@@ -398,9 +402,10 @@ def draft(
       count: [] int32, 0..MAX_ROWS.
       length: [] int32, committed tokens, those rows included; the anchor's position.
       anchor: [] int32.
+      sampling: of the request.
 
     Returns:
-      The drafter's context and a lattice of block_size - 1 positions.
+      The drafter's context, and what a tree of block_size - 1 positions grows from.
     """
     c = spec.drafter
     assert c is not None
@@ -425,7 +430,16 @@ def draft(
     # The head takes the anchor's row too: a block's whole row count is the faster kernel's.
     logits = _drafter(c, weights, hidden, weights.head, method="logits")
     lattice = _drafter(c, weights, hidden[1:], logits[1:], anchor, spec.top_k, method="lattice")
-    return cache, lattice
+    return cache, _proposals(lattice, positions[1:], sampling)
+
+
+def _proposals(lattice: Lattice, positions: jax.Array, sampling: SamplingArrays) -> Proposals:
+    """Scores candidates at `positions` [D] as the target will draw them."""
+    sampled = sampling.temperature > 0
+    noise = gumbel(sampling.seed, positions[:, None], lattice.candidates, xp=jnp)
+    temperature = jnp.where(sampled, sampling.temperature, 1)
+    scores = own_log_chances(lattice, temperature, jnp.where(sampled, noise, 0), xp=jnp)
+    return Proposals(lattice.candidates, scores)
 
 
 def shapes(tree: Any) -> Any:
@@ -487,7 +501,7 @@ def build_programs(
         taps = jax.ShapeDtypeStruct((chunk, size), spec.target.dtype)
         extender = describe("extend", extend, (drafter, cache, taps, scalar), 1)
         taps = jax.ShapeDtypeStruct((MAX_ROWS, size), spec.target.dtype)
-        draft_inputs = (drafter, cache, taps, scalar, scalar, scalar)
+        draft_inputs = (drafter, cache, taps, scalar, scalar, scalar, sampling)
         drafting = describe("draft", draft, draft_inputs, 1)
     first = describe("prefill", prefill, prefill_inputs, 1)
     return Programs(first, verifiers, extender, drafting)

@@ -235,8 +235,9 @@ def _time_round(
     state = state._replace(length=jnp.int32(context), anchor=jnp.int32(0))
     start = time.perf_counter()
     done = executables.verify[width](decoder.weights, state, jnp.asarray(window), sampling)
-    cache, lattice = executables.draft(
-        decoder.drafter, cache, done.taps, done.report.emitted, done.state.length, done.state.anchor
+    count, length, anchor = done.report.emitted, done.state.length, done.state.anchor
+    cache, proposals = executables.draft(
+        decoder.drafter, cache, done.taps, count, length, anchor, sampling
     )
-    jax.device_get((done.report, lattice))
+    jax.device_get((done.report, proposals))
     return done.state, cache, (time.perf_counter() - start) * 1e3

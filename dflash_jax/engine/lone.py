@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import pricing
-from dflash_jax.decode.noise import gumbel
 from dflash_jax.decode.programs import Round
 from dflash_jax.decode.sampling import GREEDY, Sampling
 from dflash_jax.engine.decoder import Buffers, Decoder
 from dflash_jax.engine.rules import NO_RULES, Rules
 from dflash_jax.errors import InputError
-from dflash_jax.tree.growth import CAP, EMPTY, DraftTree, grow, own_log_chances
-from dflash_jax.tree.lattice import Lattice
+from dflash_jax.tree.growth import CAP, EMPTY, DraftTree, grow
+from dflash_jax.tree.lattice import Proposals
 from dflash_jax.tree.masks import MAX_ROWS, window_array
 
 STOP, LENGTH = "stop", "length"
@@ -55,7 +54,7 @@ class RoundRecord(NamedTuple):
     tree: DraftTree  # all nodes grown, of which the first `width` were verified
     chances: np.ndarray  # landing chance of every node
     landed: np.ndarray  # bool [width]
-    round_ms: float  # the whole round, from lattice to lattice
+    round_ms: float  # the whole round, from proposals to proposals
     host_ms: float  # of it: grow, price, dispatch
     sample: bool  # whether round_ms says something about the width
 
@@ -95,13 +94,12 @@ class Stream:
         self._rule = rule
         self._budget = min(request.max_tokens, room)
         self._sampling = jax.tree.map(jnp.asarray, request.sampling.arrays())
-        self._arrays = request.sampling.arrays()
         self._state, self._drafter_cache = decoder.take_buffers()
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self._closed = False
         self._interrupted: Callable[[], bool] = lambda: False
-        self._lattice: Lattice | None = None
+        self._proposals: Proposals | None = None
         self._to_learn: _Observation | None = None
 
     def __enter__(self) -> Stream:
@@ -121,9 +119,9 @@ class Stream:
             self._driver.calibration = self._rule.keep()
 
     @property
-    def lattice(self) -> Lattice | None:
+    def proposals(self) -> Proposals | None:
         """What the next round's tree grows from."""
-        return self._lattice
+        return self._proposals
 
     @property
     def token_sha256(self) -> str:
@@ -187,7 +185,7 @@ class Stream:
                 )
         self._length = len(prompt)
         done = done._replace(taps=decoder.no_taps)  # the prompt's are in the context already
-        report, self._lattice = self._read(done, count=jnp.int32(0))
+        report, self._proposals = self._read(done, count=jnp.int32(0))
         tokens_out = self._emit(report.tokens[:1].tolist())
         prompt_ms = (time.perf_counter() - start) * 1e3
         nothing_landed = np.zeros(0, bool)
@@ -210,7 +208,7 @@ class Stream:
         dispatched = self._dispatch_draft(done, done.report.emitted)
         host_ms = (time.perf_counter() - start) * 1e3
         self._learn()  # from the round before, while the device works
-        report, self._lattice = jax.device_get(dispatched)
+        report, self._proposals = jax.device_get(dispatched)
         round_ms = (time.perf_counter() - start) * 1e3
         count = int(report.emitted)
         self._length += count
@@ -224,18 +222,10 @@ class Stream:
     def _choose(self, context: int) -> tuple[DraftTree, np.ndarray, int]:
         """Grows the tree and picks the width."""
         rule, driver = self._rule, self._driver
-        if rule is None or self._lattice is None:
+        if rule is None or self._proposals is None:
             return EMPTY, np.zeros(0), 0
-        lattice: Lattice = self._lattice
-        sampling = self._request.sampling
-        noise, temperature = None, 1.0
-        if not sampling.greedy:
-            depths = np.arange(lattice.candidates.shape[0])[:, None]
-            noise = gumbel(self._arrays.seed, context + 1 + depths, lattice.candidates)
-            temperature = float(self._arrays.temperature)  # clamped, as the target's own
-        scores = own_log_chances(lattice, temperature, noise)
-        tree = grow(lattice.candidates, scores, driver.cap)
-        sampled = not sampling.greedy
+        tree = grow(*self._proposals, driver.cap)
+        sampled = not self._request.sampling.greedy
         chances = driver.landing.chances(tree.own, tree.parents, tree.depths - 1, sampled)
         return tree, chances, self._decoder.compiled_width(rule.choose(chances, context))
 
@@ -256,20 +246,21 @@ class Stream:
         self._driver.landing.observe(tree.own, tree.parents, tree.depths - 1, seen.landed, sampled)
 
     def _dispatch_draft(self, done: Round, count: jax.Array) -> tuple[Any, Any]:
-        """Enqueues the next block behind the verified window; (report, lattice) on the device."""
+        """Enqueues the next block behind the verified window; (report, proposals) on the device."""
         decoder = self._decoder
         if self._rule is None or not self._drafter_reaches():
             return done.report, None
         assert decoder.executables.draft is not None
-        self._drafter_cache, lattice = decoder.executables.draft(
+        self._drafter_cache, proposals = decoder.executables.draft(
             decoder.drafter,
             self._drafter_cache,
             done.taps,
             count,
             self._state.length,
             self._state.anchor,
+            self._sampling,
         )
-        return done.report, lattice
+        return done.report, proposals
 
     def _read(self, done: Round, count: jax.Array) -> tuple[Any, Any]:
         return jax.device_get(self._dispatch_draft(done, count))

@@ -13,7 +13,8 @@ pops of any larger one, and a parent pops before its children.
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,28 +39,25 @@ EMPTY = DraftTree(_NONE, _NONE, _NONE, np.zeros(0))
 
 
 def own_log_chances(
-    lattice: Lattice,
-    temperature: float = 1.0,
-    noise: np.ndarray | None = None,
-) -> np.ndarray:
+    lattice: Lattice, temperature: Any = 1.0, noise: Any = None, xp: ModuleType = np
+) -> Any:
     """Log-probability of every candidate among its siblings, for every candidate before it.
 
     Args:
-      lattice: one block's lattice, NumPy.
-      temperature: the target's sampling temperature; 1.0 when greedy.
-      noise: [D, K] the target's keyed Gumbel noise at the candidates, None when greedy. With it a
+      lattice: one block's lattice.
+      temperature: the target's sampling temperature; 1 when greedy.
+      noise: [D, K] the target's keyed Gumbel noise at the candidates, or None. With it a
         score is the chance that the candidate is the target's own draw, not its probability.
+      xp: numpy, or jax.numpy on the device.
 
     Returns:
       [D, K, K] float32; entry (d, a, b): candidate b of position d after candidate a of d - 1.
     """
-    scores = lattice.unary[:, None, :] + lattice.edge
-    if temperature != 1.0:
-        scores = scores / np.float32(temperature)
+    scores = (lattice.unary[:, None, :] + lattice.edge) / xp.float32(temperature)
     if noise is not None:
         scores = scores + noise[:, None, :]
     scores = scores - scores.max(axis=-1, keepdims=True)
-    return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    return scores - xp.log(xp.exp(scores).sum(axis=-1, keepdims=True))
 
 
 def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> DraftTree:

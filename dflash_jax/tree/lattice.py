@@ -1,4 +1,4 @@
-"""What one drafter block gives to the tree: candidates, their logits, and their pair scores.
+"""What one drafter block gives: candidates, their logits and pair scores; and what a tree needs.
 
 Imports no JAX: the host reads the same fields as NumPy arrays.
 """
@@ -22,3 +22,10 @@ class Lattice(NamedTuple):
     candidates: Array  # [..., D, K] int32 ids of the target; by (logit falling, id rising)
     unary: Array  # [..., D, K] float32 logits of the candidates
     edge: Array  # [..., D, K, K] float32: [d, a, b], candidate a of position d-1 before b of d
+
+
+class Proposals(NamedTuple):
+    """A lattice as a tree grows from it, under a request's sampling."""
+
+    candidates: Array  # [D, K] int32
+    log_chances: Array  # [D, K, K] float32: `growth.own_log_chances`

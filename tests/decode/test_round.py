@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.decode.noise import gumbel, split_seed
 from dflash_jax.decode.programs import NO_TOKEN, accepted
 from dflash_jax.decode.sampling import GREEDY, Sampling
-from dflash_jax.tree.growth import EMPTY, NO_PARENT
+from dflash_jax.tree.growth import EMPTY, NO_PARENT, own_log_chances
+from dflash_jax.tree.lattice import Lattice, Proposals
 from dflash_jax.tree.masks import DEPTH, MAX_ROWS, PATH, TOKEN, window_array
 from tests.decode import tiny
 from tests.tree.test_masks import random_tree, root_path
@@ -126,6 +128,7 @@ def test_two_histories_of_rejection_leave_one_state(name):
     run, base = serial(size, name), tiny.decoder()
     start = tiny.prefilled(tiny.prompt_of(size), sampling)
     blank = tiny.new_buffers().drafter_cache
+    arrays = jax.tree.map(jnp.asarray, sampling.arrays())
     ends, rounds = [], []
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -138,9 +141,8 @@ def test_two_histories_of_rejection_leave_one_state(name):
             tree = tiny.tree_around(rng, right + [0] * 16, width)
             done = tiny.verify(state, tree, width, sampling)
             state = done.state
-            context, _ = base.executables.draft(
-                base.drafter, context, done.taps, done.report.emitted, state.length, state.anchor
-            )
+            inputs = (done.taps, done.report.emitted, state.length, state.anchor, arrays)
+            context, _ = base.executables.draft(base.drafter, context, *inputs)
             length, trips = int(state.length), trips + 1
         assert length == size + 16
         ends.append((state, context))
@@ -183,15 +185,37 @@ def test_caches_are_donated():
     done = tiny.verify(state, EMPTY, 0)
     assert state.cache.k.is_deleted()
     assert state.cache.v.is_deleted()
-    base.executables.draft(
-        base.drafter, context, done.taps, done.report.emitted, done.state.length, done.state.anchor
-    )
+    arrays = jax.tree.map(jnp.asarray, GREEDY.arrays())
+    inputs = (done.taps, done.report.emitted, done.state.length, done.state.anchor, arrays)
+    base.executables.draft(base.drafter, context, *inputs)
     assert context.k.is_deleted()
     assert context.v.is_deleted()
-    arrays = jax.tree.map(jnp.asarray, GREEDY.arrays())
     chunk = jnp.zeros(tiny.CHUNK, jnp.int32)
     base.executables.prefill(base.weights, done.state, chunk, jnp.int32(1), arrays)
     assert done.state.cache.k.is_deleted()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_a_draft_scores_candidates_as_the_target_will_draw_them(temperature):
+    base, state = tiny.decoder(), tiny.prefilled(tiny.prompt_of(40))
+    done = tiny.verify(state, EMPTY, 0)
+
+    def drafted(sampling: Sampling) -> Proposals:
+        context = tiny.new_buffers().drafter_cache
+        inputs = (done.taps, done.report.emitted, done.state.length, done.state.anchor)
+        arrays = jax.tree.map(jnp.asarray, sampling.arrays())
+        _, proposals = base.executables.draft(base.drafter, context, *inputs, arrays)
+        return jax.tree.map(np.asarray, proposals)
+
+    greedy, sampled = drafted(GREEDY), drafted(Sampling(temperature, seed=2**40 + 3))
+    np.testing.assert_array_equal(sampled.candidates, greedy.candidates)
+    np.testing.assert_allclose(np.exp(greedy.log_chances).sum(axis=-1), 1, rtol=1e-5)
+    # Greedy scores are the lattice's own, but for a constant among siblings.
+    lattice = Lattice(greedy.candidates, np.zeros(greedy.candidates.shape), greedy.log_chances)
+    positions = int(done.state.length) + 1 + np.arange(len(greedy.candidates))[:, None]
+    noise = gumbel(split_seed(2**40 + 3), positions, greedy.candidates)
+    wanted = own_log_chances(lattice, temperature, noise)
+    np.testing.assert_allclose(sampled.log_chances, wanted, atol=2e-4)
 
 
 @pytest.mark.parametrize("seed", range(8))

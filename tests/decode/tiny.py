@@ -25,8 +25,8 @@ from dflash_jax.models import layers
 from dflash_jax.models.dflash2 import init_params
 from dflash_jax.models.dflash2_config import FULL, SLIDING, DrafterConfig
 from dflash_jax.models.llama import Llama, LlamaConfig, inverse_frequencies
-from dflash_jax.tree.growth import NO_PARENT, DraftTree
-from dflash_jax.tree.lattice import Lattice
+from dflash_jax.tree.growth import NO_PARENT, DraftTree, own_log_chances
+from dflash_jax.tree.lattice import Lattice, Proposals
 from dflash_jax.tree.masks import window_array
 
 VOCABULARY = 320
@@ -243,8 +243,8 @@ def tree_around(rng: np.random.Generator, right: list[int], width: int) -> Draft
     )
 
 
-def lattice_around(rng: np.random.Generator, right: list[int]) -> Lattice:
-    """A lattice of 15 positions that holds `right` at random ranks, often the first."""
+def proposals_around(rng: np.random.Generator, right: list[int]) -> Proposals:
+    """Proposals at 15 positions that hold `right` at random ranks, often the first."""
     depth, count = DRAFTER.block_size - 1, DRAFTER.selector_top_k
     candidates = np.stack([rng.permutation(KNOWN)[:count] for _ in range(depth)]).astype(np.int32)
     unary = rng.normal(0, 2, (depth, count)).astype(np.float32)
@@ -253,7 +253,7 @@ def lattice_around(rng: np.random.Generator, right: list[int]) -> Lattice:
             candidates[position, rng.integers(count)] = token
         unary[position, candidates[position] == token] += rng.choice([0.0, 12.0], p=[0.15, 0.85])
     edge = rng.normal(0, 1, (depth, count, count)).astype(np.float32)
-    return Lattice(candidates, unary, edge)
+    return Proposals(candidates, own_log_chances(Lattice(candidates, unary, edge)))
 
 
 def knowing_decoder(prompt, replies: list[int], seed: int = 0, base=None) -> Decoder:
@@ -264,10 +264,10 @@ def knowing_decoder(prompt, replies: list[int], seed: int = 0, base=None) -> Dec
     base = base or decoder()
     rng = np.random.default_rng(seed)
 
-    def draft(weights, cache, taps, count, length, anchor):
-        cache, _ = base.executables.draft(weights, cache, taps, count, length, anchor)
+    def draft(weights, cache, taps, count, length, *rest):
+        cache, _ = base.executables.draft(weights, cache, taps, count, length, *rest)
         begin = int(length) - len(prompt) + 1
-        return cache, lattice_around(rng, replies[begin:])
+        return cache, proposals_around(rng, replies[begin:])
 
     executables = base.executables._replace(draft=draft)
     return dataclasses.replace(base, executables=executables, buffers=new_buffers(base.spec))

@@ -160,15 +160,14 @@ def test_an_accepted_path_may_be_a_whole_window_deep():
     base = tiny.knowing_decoder(prompt, reply)
 
     def draft(*inputs):
-        cache, lattice = tiny_draft(*inputs)
+        cache, proposals = tiny_draft(*inputs)
         begin = int(inputs[4]) - len(prompt) + 1
         right = np.array(reply[begin : begin + 15])
         rows = np.arange(len(right))
-        candidates = (right[:, None] + np.arange(6)) % tiny.KNOWN
-        unary = np.zeros_like(lattice.unary)
-        unary[rows, 0] = 50.0
-        lattice.candidates[rows] = candidates
-        return cache, lattice._replace(unary=unary, edge=np.zeros_like(lattice.edge))
+        proposals.candidates[rows] = (right[:, None] + np.arange(6)) % tiny.KNOWN
+        proposals.log_chances[rows] = -50.0
+        proposals.log_chances[rows, :, 0] = 0.0
+        return cache, proposals
 
     tiny_draft = base.executables.draft
     base.executables = base.executables._replace(draft=draft)
