@@ -16,9 +16,6 @@ from dflash_jax.decode.programs import Program, Programs
 # Compilation leaves the interpreter's lock; two at once keep a small machine's cores busy.
 _COMPILERS = 2
 
-_M_ARENA_MAX = -8  # glibc's malloc.h
-_ARENAS = 2
-
 
 class Executables(NamedTuple):
     """The compiled programs of a stream."""
@@ -58,7 +55,6 @@ def compile_programs(
             say(f"warning: {program.name}: {warning}")
         return program.name, executable
 
-    _share_arenas()
     pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
     try:
         with saved_executables.kept_here_alone():
@@ -77,12 +73,6 @@ def compile_programs(
         extend=compiled.get("extend"),
         draft=compiled.get("draft"),
     )
-
-
-def _share_arenas() -> None:
-    """Keeps LLVM's many threads from leaving holes in as many heaps: 1 GB of SmolLM2's 3.3."""
-    with contextlib.suppress(OSError, AttributeError):  # another libc
-        ctypes.CDLL("libc.so.6").mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def _return_freed_memory() -> None:
