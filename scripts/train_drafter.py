@@ -24,6 +24,7 @@ from dflash_jax.train import recipe
 from dflash_jax.train.devices import data_mesh
 from dflash_jax.train.generate import tokenizer_fingerprint
 from dflash_jax.train.loop import Report, Trainer, corpus_head, frequent_ids, stop_on_signal
+from dflash_jax.train.plots import plot_progress
 from dflash_jax.train.shards import read_corpus, write_problem
 from dflash_jax.train.step import Metrics, Models, count_parameters
 
@@ -63,12 +64,25 @@ def run(console: Console) -> None:
         tell(console, report)
     tell(console, Report(trainer.step, trainer.elapsed_s, 0, held_out=trainer.evaluate()))
     console.print(f"drafter: {trainer.export()}")
+    plot_log()
+
+
+def log_path() -> pathlib.Path:
+    return pathlib.Path(_OUT.value) / "progress.jsonl"
+
+
+def plot_log() -> None:
+    picture = log_path().with_suffix(".png")
+    try:
+        plot_progress(picture, {"this run": log_path()})
+    except OSError as error:
+        raise InputError(write_problem(picture, error)) from error
 
 
 def tell(console: Console, report: Report) -> None:
     """Prints a report and adds it to OUT/progress.jsonl."""
     console.print(line(report), highlight=False)
-    log = pathlib.Path(_OUT.value) / "progress.jsonl"
+    log = log_path()
     try:
         with log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record(report)) + "\n")

@@ -1,7 +1,8 @@
-"""Pictures of an evaluation."""
+"""Pictures of training and of an evaluation."""
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -11,6 +12,30 @@ from matplotlib.figure import Figure
 from dflash_jax.train.calibrate import Reliability
 
 matplotlib.use("Agg")
+
+
+def plot_progress(path: pathlib.Path, logs: dict[str, pathlib.Path]) -> None:
+    """Loss and chain by step of some runs: where held out and training part, data is the limit.
+
+    Args:
+      logs: name -> a run's progress.jsonl.
+    """
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for number, (name, log) in enumerate(logs.items()):
+        records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        for kind, style in (("train", ":"), ("held_out", "-")):
+            seen = [(record["step"], record[kind]) for record in records if record[kind]]
+            steps = [step for step, _ in seen]
+            label = f"{name}, {kind.replace('_', ' ')}"
+            for axis, figure_of in zip(axes, ("loss", "chain"), strict=True):
+                values = [metrics[figure_of] for _, metrics in seen]
+                mark = "o" if kind == "held_out" else None
+                axis.plot(steps, values, style, color=f"C{number}", marker=mark, label=label)
+    axes[0].set(xlabel="step", ylabel="loss, nats")
+    axes[1].set(xlabel="step", ylabel="tokens a round of the chain")
+    axes[1].legend()
+    figure.savefig(path, dpi=120)
 
 
 def plot_depth(path: pathlib.Path, recalls: dict[str, dict[int, list[float]]]) -> None:

@@ -100,6 +100,7 @@ def test_a_second_target_is_one_flag_away(tmp_path, target, trained):
     losses = [entry["train"]["loss"] for entry in log if entry["train"]]
     assert losses[-1] < losses[0]
     assert log[-1]["held_out"] is not None
+    assert (trained / "progress.png").read_bytes().startswith(b"\x89PNG")
     drafter = load_drafter(trained / "drafter")
     assert (drafter.config.hidden_size, drafter.config.num_target_layers) == (64, 3)
     prompts = tmp_path / "prompts.jsonl"
