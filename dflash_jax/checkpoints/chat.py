@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -18,6 +19,9 @@ Message = Mapping[str, Any]
 
 class ChatTemplate:
     """A compiled template.
+
+    Attributes:
+      variables: names it reads that are not its own: messages, tools, enable_thinking, ...
 
     Raises:
       InputError: the source is no valid template.
@@ -35,8 +39,10 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            read = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise InputError(f"{label}: the chat template is not valid ({error})") from error
+        self.variables = frozenset(read) - environment.globals.keys()
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
