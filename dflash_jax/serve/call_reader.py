@@ -199,42 +199,60 @@ class CallReader:
         return "".join(pieces), found
 
 
+_KINDS: dict[type, tuple[str, ...]] = {
+    type(None): ("null",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+}
+
+
+def kinds_of(schema: Any) -> frozenset[str]:
+    """JSON types that a schema names for its values; none where it names no type."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset({kind})
+    kinds = {one for one in listed(schema, "type") if isinstance(one, str)}
+    for value in choices_of(schema):
+        kinds.update(_KINDS[type(value)])
+    for branch in [*listed(schema, "anyOf"), *listed(schema, "oneOf")]:
+        kinds |= kinds_of(branch)
+    return frozenset(kinds)
+
+
+def choices_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema allows, where it lists them."""
+    return listed(schema, "enum") or ([schema["const"]] if "const" in schema else [])
+
+
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """A schema's list; empty where it has none or something else, for schemas are a client's."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
 def is_text(schema: Any) -> bool:
     """Whether values of this JSON schema are strings and nothing else."""
-    if not isinstance(schema, Mapping):
-        return False
-    if "type" in schema:
-        return schema["type"] == "string"
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return bool(values) and all(isinstance(value, str) for value in values)
+    return kinds_of(schema) == {"string"}
 
 
 def as_json(text: str, schema: Any) -> str:
     """A parameter's text as JSON: as it is, where that is valid and of the schema's type."""
-    text = text.strip()
-    if text in _PYTHON_WORDS:  # models write these too
-        text = _PYTHON_WORDS[text]
+    written = text.strip()
+    written = _PYTHON_WORDS.get(written, written)  # models write these too
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(written, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return _json(text)
-    kinds = schema.get("type") if isinstance(schema, Mapping) else None
-    if isinstance(kinds, list) and "string" in kinds and not _is_of(value, kinds):
-        return _json(text)
-    return text
-
-
-def _is_of(value: Any, kinds: list[Any]) -> bool:
-    names: dict[type, tuple[str, ...]] = {
-        type(None): ("null",),
-        bool: ("boolean",),
-        int: ("integer", "number"),
-        float: ("number",),
-        str: ("string",),
-        list: ("array",),
-        dict: ("object",),
-    }
-    return any(kind in kinds for kind in names[type(value)])
+        return _json(text.removeprefix("\n").removesuffix("\n"))
+    kinds = kinds_of(schema)
+    if "string" in kinds and not kinds.intersection(_KINDS[type(value)]):
+        return _json(text.removeprefix("\n").removesuffix("\n"))
+    return written
 
 
 def _json(text: str) -> str:

@@ -31,15 +31,9 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
-    "reasoning_effort": (),
-    "thinking_budget": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -57,6 +51,14 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "prompt_cache_key": (),
     "safety_identifier": (),
+}
+_OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "reasoning_effort": (),
+    "thinking_budget": (),
+    "chat_template_kwargs": ({},),
 }
 
 
@@ -148,6 +150,7 @@ class Generation(Body):
 class CompletionRequest(Generation):
     """Of /v1/completions."""
 
+    not_here = {**_NOT_HERE, **_OF_CHATS}
     prompt: (
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -164,72 +167,6 @@ class CompletionRequest(Generation):
         prompt: Any = self.prompt
         one = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if one else prompt
-
-
-class TextPart(Body):
-    """A piece of a message's text."""
-
-    not_here = {"image_url": (), "input_audio": (), "file": ()}
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """A turn of a chat."""
-
-    not_here = {
-        "name": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "refusal": (),
-        "annotations": ([],),
-        "audio": (),
-    }
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    def for_template(self) -> dict[str, str]:
-        """Templates know texts alone, and no `developer`, which is a system's other name."""
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        return {"role": role, "content": "".join(part.text for part in self.content)}
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-
-
-class ChatRequest(Generation):
-    """Of /v1/chat/completions."""
-
-    messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1, description="Most new tokens.")
-
-    @pydantic.model_validator(mode="after")
-    def _one_budget(self) -> ChatRequest:
-        given = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(given) > 1:
-            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
-        return self
-
-    @property
-    def token_budget(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-
-class TokenizeRequest(Body):
-    """Of /tokenize: a text or a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _one_kind(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, one of the two")
-        return self
 
 
 class DetokenizeRequest(Body):
