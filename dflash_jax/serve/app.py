@@ -22,19 +22,20 @@ from starlette.types import Receive, Scope, Send
 from dflash_jax import __version__
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import Request as EngineRequest
+from dflash_jax.engine.rules import NO_RULES
 from dflash_jax.errors import InputError
-from dflash_jax.serve import errors, responses, shapes
+from dflash_jax.serve import chats, errors, responses, shapes
+from dflash_jax.serve.chat_requests import ChatRequest, TokenizeRequest
 from dflash_jax.serve.errors import OVERLOADED, ApiError, ErrorReply
 from dflash_jax.serve.metrics import Metrics
 from dflash_jax.serve.middleware import ApiKey, BodyLimit, Facts
 from dflash_jax.serve.replies import Choice, ClientGoneError, Piece, Replies, shutting_down
+from dflash_jax.serve.reply_parts import Part
 from dflash_jax.serve.requests import (
     MAX_SEED,
-    ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Generation,
-    TokenizeRequest,
 )
 from dflash_jax.serve.service import Options, ServedModel, Service
 from dflash_jax.serve.text import ReplyText
@@ -177,7 +178,10 @@ async def tokenize(body: TokenizeRequest, request: Request) -> responses.Tokens:
     def work() -> list[int]:
         if body.messages is None:
             return model.tokenizer.encode(body.prompt or "")
-        return model.tokenizer.encode_chat([turn.for_template() for turn in body.messages])
+        variables = body.chat_template_kwargs or {}
+        chats.check_variables(variables, model.chat_format)
+        text = model.chat_format.render(body.messages, body.tools or [], variables)
+        return model.tokenizer.encode(text)
 
     tokens = await _text_work(request, work)
     return responses.Tokens(tokens=tokens, count=len(tokens), max_model_len=model.context_limit)
@@ -224,9 +228,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answers messages, through the checkpoint's own template."""
     model = _named(request, body.model)
-    messages = [turn.for_template() for turn in body.messages]
-    prompt = await _text_work(request, lambda: model.tokenizer.encode_chat(messages))
-    return await _reply(body, [prompt], "messages", model, request, shapes.CHAT)
+    work = functools.partial(chats.prepare, body, model.chat_format, model.grammar_vocabulary)
+    chat = await _text_work(request, work)
+    return await _reply(body, [chat.prompt], "messages", model, request, shapes.CHAT, chat)
 
 
 async def _reply(
@@ -236,13 +240,14 @@ async def _reply(
     model: ServedModel,
     request: Request,
     shape: shapes.Shape,
+    chat: chats.Chat | None = None,
 ) -> Response:
     """Decodes the replies to all prompts, streamed or whole."""
     options: Options = request.app.state.options
     for prompt in prompts:
         _require_fit(prompt, model, options, param)
     service: Service = request.app.state.service
-    choices = _choices(body, prompts, model)
+    choices = _choices(body, prompts, model, chat)
     replies = Replies(service.turns, choices, options.request_timeout_s)
     head = shapes.Head(request.state.request_id, model.name)
     replies.submit(draft=body.draft is not False)
@@ -255,12 +260,12 @@ async def _reply(
         async with _leaving_with(request, replies):
             first = await anext(pieces)
             if not body.stream:
-                texts = {choice.index: "" for choice in choices}
-                texts[first.index] += first.text
+                parts: dict[int, list[Part]] = {choice.index: [] for choice in choices}
+                parts[first.index] += first.parts
                 async for piece in pieces:
-                    texts[piece.index] += piece.text
+                    parts[piece.index] += piece.parts
                 note()
-                return Response(shape.whole(head, replies, texts), media_type="application/json")
+                return Response(shape.whole(head, replies, parts), media_type="application/json")
     except ClientGoneError:
         note()
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
@@ -288,7 +293,9 @@ def _require_fit(prompt: list[int], model: ServedModel, options: Options, param:
     _require_ids(prompt, model, param)
 
 
-def _choices(body: Generation, prompts: list[list[int]], model: ServedModel) -> list[Choice]:
+def _choices(
+    body: Generation, prompts: list[list[int]], model: ServedModel, chat: chats.Chat | None
+) -> list[Choice]:
     """n choices for every prompt; choice k of each draws with seed + k."""
     count = body.n or 1
     seed = secrets.randbits(_RANDOM_SEED_BITS) if body.seed is None else body.seed
@@ -303,9 +310,12 @@ def _choices(body: Generation, prompts: list[list[int]], model: ServedModel) -> 
                 (seed + k) % (MAX_SEED + 1),
             )
             budget = body.token_budget or model.context_limit
-            wanted = EngineRequest(prompt, sampling, budget, model.stop_token_ids)
-            text = ReplyText(model.tokenizer, body.stops)
-            choices.append(Choice(len(choices), wanted, text))
+            rules = NO_RULES if chat is None else chat.rules
+            wanted = EngineRequest(prompt, sampling, budget, model.stop_token_ids, rules)
+            shown = () if chat is None else chats.TAGS
+            text = ReplyText(model.tokenizer, body.stops, shown)
+            parser = None if chat is None else chat.parser()
+            choices.append(Choice(len(choices), wanted, text, parser))
     return choices
 
 

@@ -33,10 +33,12 @@ def call_grammar(
     tokenizer: Tokenizer,
     several: bool,
     free_text: bool = False,
+    after_thinking: bool = False,
 ) -> str:
     """Lark text that matches one call, or also `several`.
 
-    `free_text`: between calls, and instead of them, any text may stand.
+    `free_text`: between calls, and instead of them, any text may stand. `after_thinking`: empty
+    lines may come first.
 
     Raises:
       InputError: a schema that the syntax has no form for.

@@ -36,7 +36,7 @@ Functions = Mapping[str, Mapping[str, Any]]
 
 _ARGUMENTS = ("arguments", "parameters")  # models write either
 _HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:%s)"\s*:\s*(?=\{)' % "|".join(_ARGUMENTS)
+    r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _XML_HEAD = re.compile(r"\s*<function=([^<>\n]*)>")
 _OPEN_TAG = re.compile(r"<function=[^<>\n]*")
@@ -133,14 +133,14 @@ class CallReader:
     def _whole_calls(self, body: str) -> list[tuple[str, dict[str, Any]]]:
         """Calls written in another order than usual, or as a list; none if one is malformed."""
         try:
-            written = json.loads(body, strict=False, parse_constant=_no_constant)
+            written: Any = json.loads(body, strict=False, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return []
-        calls = []
+        calls: list[tuple[str, dict[str, Any]]] = []
         for one in written if isinstance(written, list) else [written]:
             if not isinstance(one, dict) or one.get("name") not in self._functions:
                 return []
-            arguments = next((one[key] for key in _ARGUMENTS if key in one), {})
+            arguments: Any = next((one[key] for key in _ARGUMENTS if key in one), {})
             if not isinstance(arguments, dict):
                 return []
             calls.append((one["name"], arguments))
@@ -282,15 +282,16 @@ class _Lines:
             self._emit(kept)
 
 
+_CLOSES = {"{": "}", "[": "]"}
+_BETWEEN = frozenset(" \t\r\n,:+-.0123456789eEtrufalsn")  # strings and brackets
+
+
 class _JsonObject:
     """Follows a JSON object to its closing bracket.
 
     Line breaks and other control characters inside strings, which JSON does not allow but models
     write, are escaped.
     """
-
-    _CLOSES = {"{": "}", "[": "]"}
-    _BETWEEN = frozenset(" \t\r\n,:+-.0123456789eEtrufalsn")  # strings and brackets
 
     def __init__(self) -> None:
         self.ended = False
@@ -299,7 +300,7 @@ class _JsonObject:
 
     def push(self, text: str) -> tuple[str, int]:
         """(the object's text, characters read): fewer than there are at its end or if it breaks."""
-        written = []
+        written: list[str] = []
         for count, character in enumerate(text):
             if self.ended or not self._take(character):
                 return "".join(written), count
@@ -318,12 +319,12 @@ class _JsonObject:
                 self._in_string = False
         elif character == '"':
             self._in_string = True
-        elif character in self._CLOSES:
-            self._open.append(self._CLOSES[character])
+        elif character in _CLOSES:
+            self._open.append(_CLOSES[character])
         elif character in "}]":
             if character != self._open.pop():
                 return False
             self.ended = not self._open
         else:
-            return character in self._BETWEEN
+            return character in _BETWEEN
         return True

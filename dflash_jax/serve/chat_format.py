@@ -12,7 +12,7 @@ from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.errors import InputError
 from dflash_jax.serve.call_reader import CLOSE, FUNCTION, OPEN, Syntax
 from dflash_jax.serve.chat_requests import Message, Tool, ToolCall
-from dflash_jax.serve.reply_parser import THINK, Thinking
+from dflash_jax.serve.reply_parser import THINK, Start
 
 # What a template is always given, so that nobody may set it otherwise.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -82,14 +82,14 @@ class ChatFormat:
         turns = _answers_in_order(messages)
         if not self.offers_tools:
             return self.tokenizer.apply_chat_template(_as_texts(turns, tools), **variables)
-        offered = {"tools": [_described(tool) for tool in tools]} if tools else {}
+        offered: dict[str, Any] = {"tools": [_described(tool) for tool in tools]} if tools else {}
         return self.tokenizer.apply_chat_template(list(map(_turn, turns)), **offered, **variables)
 
-    def thinking(self, prompt: str) -> Thinking:
+    def start(self, prompt: str) -> Start:
         """Where the reply to a rendered prompt stands when it begins."""
         if not self.thinks:
-            return Thinking.NEVER
-        return Thinking.OPEN if prompt.rstrip().endswith(THINK) else Thinking.POSSIBLE
+            return Start.NEVER
+        return Start.OPEN if prompt.rstrip().endswith(THINK) else Start.POSSIBLE
 
 
 def _answers_in_order(messages: Sequence[Message]) -> list[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
@@ -22,7 +22,11 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class TextPart(Body):
     """A piece of a message's text."""
 
-    not_here = {"image_url": (), "input_audio": (), "file": ()}
+    not_here: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "image_url": (),
+        "input_audio": (),
+        "file": (),
+    }
     type: Literal["text"]
     text: str
 
@@ -60,7 +64,12 @@ class ToolCall(Body):
 class Message(Body):
     """A turn of a chat."""
 
-    not_here = {"function_call": (), "refusal": (), "annotations": ([],), "audio": ()}
+    not_here: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "function_call": (),
+        "refusal": (),
+        "annotations": ([],),
+        "audio": (),
+    }
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = Field(None, description="For templates that write it.")

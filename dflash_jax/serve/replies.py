@@ -17,16 +17,20 @@ from dflash_jax.engine.turns import (
     Turns,
 )
 from dflash_jax.serve.errors import INVALID, OVERLOADED, SERVER, ApiError
-from dflash_jax.serve.responses import Timings, Usage
+from dflash_jax.serve.reply_parser import ReplyParser
+from dflash_jax.serve.reply_parts import Part, joined
+from dflash_jax.serve.responses import CompletionDetails, Timings, Usage
 from dflash_jax.serve.text import ReplyText
+
+TOOL_CALLS = "tool_calls"
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Text of one choice. The last piece of a choice has its finish reason."""
+    """More of one choice. The last piece of a choice has its finish reason."""
 
     index: int
-    text: str
+    parts: Sequence[Part]
     finish_reason: str | None = None
     error: ApiError | None = None
 
@@ -41,7 +45,10 @@ class Choice:
     Its fields are the worker's until the last piece has been posted.
     """
 
-    def __init__(self, index: int, request: Request, text: ReplyText) -> None:
+    def __init__(
+        self, index: int, request: Request, text: ReplyText, parser: ReplyParser | None = None
+    ) -> None:
+        """`parser`: reads what the text consists of; left out, it is content."""
         self.index = index
         self.request = request
         self.tokens: list[int] = []  # up to the one that completed a stop string
@@ -49,8 +56,10 @@ class Choice:
         self.rounds = self.drafted = self.accepted = 0
         self.started = self.first = self.last = 0.0  # perf_counter; 0: not yet
         self.first_tokens = 0  # of the prompt's forward
+        self.reasoning_tokens = 0
         self.ended = False
         self._text = text
+        self._parser = parser or ReplyParser()
         self.post: Callable[[Piece], None] = lambda piece: None
 
     @property
@@ -65,11 +74,12 @@ class Choice:
         self.started = time.perf_counter()
 
     def on_round(self, record: RoundRecord) -> bool:
-        kept, text = 0, ""
+        kept = 0
+        parts: list[Part] = []
         for token in record.tokens:
             kept += 1
-            text += self._text.push(token)
-            if self._text.stopped:
+            parts += self._push(token)
+            if self._complete:
                 break
         self.tokens += record.tokens[:kept]
         self.last = time.perf_counter()
@@ -80,15 +90,28 @@ class Choice:
             self.rounds += 1
             self.drafted += record.width
             self.accepted += min(kept, int(record.landed.sum()))
-        if text or prompt_round:  # the first bytes of a stream go out with the first token
-            self.post(Piece(self.index, text))
-        return not self._text.stopped
+        if parts or prompt_round:  # the first bytes of a stream go out with the first token
+            self.post(Piece(self.index, joined(parts)))
+        return not self._complete
+
+    @property
+    def _complete(self) -> bool:
+        """Whether the reply ends here, whatever the driver would go on with."""
+        return self._text.stopped or self._parser.done
+
+    def _push(self, token: int) -> Sequence[Part]:
+        thought = self._parser.reasoning
+        parts = self._parser.push(self._text.push(token))
+        self.reasoning_tokens += thought or self._parser.reasoning
+        return parts
 
     def on_end(self, ending: Ending, finish_reason: str | None) -> None:
-        text = self._text.finish()
+        parts = joined([*self._parser.push(self._text.finish()), *self._parser.finish()])
         error = None
         if ending is Ending.FINISHED:
-            self.finish_reason = STOP if self._text.stopped else finish_reason
+            self.finish_reason = STOP if self._complete else finish_reason
+            if self.finish_reason == STOP and self._parser.calls and self._parser.whole:
+                self.finish_reason = TOOL_CALLS
         elif ending is Ending.CLOSED:
             self.finish_reason = LENGTH  # cut short, as by a budget
             if not self.started:
@@ -96,7 +119,7 @@ class Choice:
         elif ending is Ending.FAILED:
             error = ApiError(500, "decoding failed: see the server's log", SERVER)
         self.ended = True
-        self.post(Piece(self.index, text, self.finish_reason or STOP, error))
+        self.post(Piece(self.index, parts, self.finish_reason or STOP, error))
 
 
 class Replies:
@@ -206,6 +229,9 @@ class Replies:
             drafted=sum(choice.drafted for choice in self.choices),
             accepted=sum(choice.accepted for choice in self.choices),
             rounds=sum(choice.rounds for choice in self.choices),
+            completion_tokens_details=CompletionDetails(
+                reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices)
+            ),
         )
 
     def timings(self) -> Timings:

@@ -18,7 +18,7 @@ from dflash_jax.serve.scanner import Scanner, Waiting
 THINK, END_THINK = "<think>", "</think>"
 
 
-class Thinking(enum.Enum):
+class Start(enum.Enum):
     """Where a reply stands, when it begins, towards reasoning."""
 
     NEVER = "the template does not think"
@@ -38,7 +38,7 @@ class ReplyParser:
 
     def __init__(
         self,
-        thinking: Thinking = Thinking.NEVER,
+        start: Start = Start.NEVER,
         syntax: Syntax | None = None,
         functions: Functions | None = None,
         one_call: bool = False,
@@ -52,7 +52,7 @@ class ReplyParser:
         self._reader = None
         if syntax is not None:
             self._reader = CallReader(syntax, functions or {}, self._scanner, self._parts.append)
-        self._waits = self._reply(thinking)
+        self._waits = self._reply(start)
         self._advance()
 
     @property
@@ -79,10 +79,10 @@ class ReplyParser:
         self._parts.clear()
         return parts
 
-    def _reply(self, thinking: Thinking) -> Waiting[None]:
+    def _reply(self, start: Start) -> Waiting[None]:
         thought = False
-        if thinking is not Thinking.NEVER:
-            thought = yield from self._reason(thinking)
+        if start is not Start.NEVER:
+            thought = yield from self._reason(start)
         if self._reader is None and not thought:
             yield from self._scanner.pass_all(self._add_content)
             return
@@ -107,11 +107,11 @@ class ReplyParser:
     def _add_content(self, text: str) -> None:
         self._parts.append(Content(text))
 
-    def _reason(self, thinking: Thinking) -> Generator[None, None, bool]:
+    def _reason(self, start: Start) -> Generator[None, None, bool]:
         """Passes on the reasoning, if the reply has any; whether it had."""
-        self.reasoning = thinking is Thinking.OPEN
+        self.reasoning = start is Start.OPEN
         opened = yield from self._scanner.skip(THINK)
-        if not opened and thinking is Thinking.POSSIBLE:
+        if not opened and start is Start.POSSIBLE:
             return False
         self.reasoning = True
         text = Trimmed(lambda text: self._parts.append(Reasoning(text)), at_start=True)

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 
-class Content(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Content:
     """Text for the reader."""
 
     text: str
 
 
-class Reasoning(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reasoning:
     """Text of the thinking before it."""
 
     text: str
 
 
-class CallStart(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CallStart:
     """A call of a function begins; `index` counts the reply's calls from 0."""
 
     index: int
     name: str
 
 
-class Arguments(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Arguments:
     """More of the JSON text of the arguments of the call that began last."""
 
     index: int
@@ -42,10 +46,8 @@ def joined(parts: Sequence[Part]) -> list[Part]:
         last = merged[-1] if merged else None
         if isinstance(part, CallStart):
             merged.append(part)
-        elif not part.text:
-            continue
-        elif last is not None and part[:-1] == last[:-1] and type(part) is type(last):
-            merged[-1] = part._replace(text=last.text + part.text)
-        else:
+        elif part.text and type(part) is type(last) and not isinstance(last, CallStart):
+            merged[-1] = dataclasses.replace(last, text=last.text + part.text)
+        elif part.text:
             merged.append(part)
     return merged

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import Field
@@ -96,7 +96,7 @@ def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 class StreamOptions(Body):
     """Of a streamed reply."""
 
-    not_here = {"include_obfuscation": (False,)}
+    not_here: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
 
 
@@ -150,7 +150,7 @@ class Generation(Body):
 class CompletionRequest(Generation):
     """Of /v1/completions."""
 
-    not_here = {**_NOT_HERE, **_OF_CHATS}
+    not_here: ClassVar[dict[str, tuple[Any, ...]]] = {**_NOT_HERE, **_OF_CHATS}
     prompt: (
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]

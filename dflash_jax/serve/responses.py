@@ -6,8 +6,14 @@ from typing import Literal
 
 import pydantic
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 Status = Literal["starting", "ok", "stopping"]
+
+
+class CompletionDetails(pydantic.BaseModel):
+    """Of the replies' tokens."""
+
+    reasoning_tokens: int  # the tags around the reasoning included
 
 
 class Usage(pydantic.BaseModel):
@@ -19,6 +25,7 @@ class Usage(pydantic.BaseModel):
     drafted: int  # nodes verified
     accepted: int  # of them, those that became tokens of the reply
     rounds: int  # verifications; the prompt's forward is none
+    completion_tokens_details: CompletionDetails
 
 
 class Timings(pydantic.BaseModel):
@@ -45,9 +52,22 @@ class CompletionChoice(_Choice):
     text: str
 
 
+class FunctionCall(pydantic.BaseModel):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(pydantic.BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(pydantic.BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None  # None: reasoning or calls alone
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
     refusal: None = None
 
 

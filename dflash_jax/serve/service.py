@@ -11,6 +11,7 @@ from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.engine.grammars import GrammarVocabulary
 from dflash_jax.engine.turns import Drivers, Turns
 from dflash_jax.errors import InputError
+from dflash_jax.serve.chat_format import ChatFormat
 from dflash_jax.serve.responses import Status
 
 
@@ -55,10 +56,12 @@ class ServedModel:
     drivers: Drivers
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     grammar_vocabulary: GrammarVocabulary = dataclasses.field(init=False)
+    chat_format: ChatFormat = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         vocabulary = GrammarVocabulary(self.tokenizer, self.stop_token_ids)
         object.__setattr__(self, "grammar_vocabulary", vocabulary)
+        object.__setattr__(self, "chat_format", ChatFormat(self.tokenizer))
 
 
 Progress = Callable[[str], None]

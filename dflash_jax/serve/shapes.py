@@ -5,17 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dflash_jax.serve.errors import ApiError
 from dflash_jax.serve.replies import Choice, Piece, Replies
+from dflash_jax.serve.reply_parts import (
+    Arguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    joined,
+)
 from dflash_jax.serve.responses import (
     ChatChoice,
     ChatCompletion,
     ChatMessage,
     Completion,
     CompletionChoice,
+    FunctionCall,
+    ToolCall,
 )
 
 _DONE = "data: [DONE]\n\n"
@@ -39,20 +50,20 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A completion's or a chat's way to write text."""
+    """A completion's or a chat's way to write a reply's parts."""
 
     prefix: str
     chunk_object: str
     whole_type: type[Completion] | type[ChatCompletion]
     whole_choice: Callable[..., Any]
     opening: dict[str, Any] | None  # of a choice's first chunk
-    text: Callable[[str], dict[str, Any]]  # of a choice's chunk
+    part: Callable[[Part], dict[str, Any]]  # of a choice's chunk
     closing: dict[str, Any]  # of a choice's last chunk
 
-    def whole(self, head: Head, replies: Replies, texts: dict[int, str]) -> str:
+    def whole(self, head: Head, replies: Replies, parts: dict[int, list[Part]]) -> str:
         """The body of a reply that is not streamed."""
         choices = [
-            self.whole_choice(choice, texts[choice.index], **_last_facts(choice))
+            self.whole_choice(choice, joined(parts[choice.index]), **_last_facts(choice))
             for choice in replies.choices
         ]
         return self.whole_type(
@@ -92,8 +103,8 @@ class Chunks:
             self._opened.add(piece.index)
             if shape.opening is not None:
                 yield self._chunk(piece.index, shape.opening)
-        if piece.text:
-            yield self._chunk(piece.index, shape.text(piece.text))
+        for part in piece.parts:
+            yield self._chunk(piece.index, shape.part(part))
         if piece.finish_reason is not None:
             choice = self._replies.choices[piece.index]
             yield self._chunk(piece.index, {**shape.closing, **_last_facts(choice)})
@@ -118,25 +129,70 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
+def _text(parts: Sequence[Part], kind: type[Content] | type[Reasoning]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _completion(choice: Choice, parts: Sequence[Part], **facts: Any) -> CompletionChoice:
+    return CompletionChoice(index=choice.index, text=_text(parts, Content), **facts)
+
+
+def _chat(choice: Choice, parts: Sequence[Part], **facts: Any) -> ChatChoice:
+    content, reasoning = _text(parts, Content), _text(parts, Reasoning)
+    calls: list[ToolCall] = []
+    for part in parts:
+        if isinstance(part, CallStart):
+            calls.append(
+                ToolCall(id=_call_id(), function=FunctionCall(name=part.name, arguments=""))
+            )
+        elif isinstance(part, Arguments):
+            calls[part.index].function.arguments += part.text
+    message = ChatMessage(
+        content=content if content or not (reasoning or calls) else None,
+        reasoning_content=reasoning or None,
+        tool_calls=calls or None,
+    )
+    return ChatChoice(index=choice.index, message=message, **facts)
+
+
+def _completion_part(part: Part) -> dict[str, Any]:
+    assert isinstance(part, Content)  # a text is not taken apart
+    return {"text": part.text}
+
+
+def _chat_part(part: Part) -> dict[str, Any]:
+    if isinstance(part, Content):
+        return {"delta": {"content": part.text}}
+    if isinstance(part, Reasoning):
+        return {"delta": {"reasoning_content": part.text}}
+    call: dict[str, Any] = {"index": part.index}
+    if isinstance(part, CallStart):
+        call |= {"id": _call_id(), "type": "function"}
+        call["function"] = {"name": part.name, "arguments": ""}
+    else:
+        call["function"] = {"arguments": part.text}
+    return {"delta": {"tool_calls": [call]}}
+
+
 COMPLETION = Shape(
     prefix="cmpl",
     chunk_object="text_completion",
     whole_type=Completion,
-    whole_choice=lambda choice, text, **facts: CompletionChoice(
-        index=choice.index, text=text, **facts
-    ),
+    whole_choice=_completion,
     opening=None,
-    text=lambda text: {"text": text},
+    part=_completion_part,
     closing={"text": ""},
 )
 CHAT = Shape(
     prefix="chatcmpl",
     chunk_object="chat.completion.chunk",
     whole_type=ChatCompletion,
-    whole_choice=lambda choice, text, **facts: ChatChoice(
-        index=choice.index, message=ChatMessage(content=text), **facts
-    ),
+    whole_choice=_chat,
     opening={"delta": {"role": "assistant", "content": ""}},
-    text=lambda text: {"delta": {"content": text}},
+    part=_chat_part,
     closing={"delta": {}},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dflash_jax.checkpoints import Tokenizer
 
@@ -52,9 +52,15 @@ class StopStrings:
 class ReplyText:
     """Tokens to text: incomplete characters and possible stop strings wait."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), shown: Collection[str] = ()
+    ) -> None:
+        """`shown`: tokens that are text even where the checkpoint says they are special."""
+        self._tokenizer = tokenizer
         self._decoder = tokenizer.stream()
         self._stops = StopStrings(stops)
+        ids = {tokenizer.token_id(token): token for token in shown}
+        self._shown = {token_id: ids[token_id] for token_id in ids.keys() & tokenizer.special_ids}
 
     @property
     def stopped(self) -> bool:
@@ -62,7 +68,12 @@ class ReplyText:
         return self._stops.found is not None
 
     def push(self, token: int) -> str:
-        return self._stops.push(self._decoder.push(token))
+        if token in self._shown:
+            text = self._decoder.finish() + self._shown[token]
+            self._decoder = self._tokenizer.stream()
+        else:
+            text = self._decoder.push(token)
+        return self._stops.push(text)
 
     def finish(self) -> str:
         """What still waited, at the end of the reply."""
