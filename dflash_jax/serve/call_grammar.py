@@ -58,7 +58,9 @@ def call_grammar(
         lazy = "" if opening.startswith("<") else "[lazy]"
         rules.append(f"before{lazy}: TEXT {opening}")
     else:
-        start = 'start: call ("\\n" call)*' if several else "start: call"
+        start = f"start: {'LINES? ' if after_thinking else ''}call"
+        start += r' ("\n" call)*' if several else ""
+        rules += [r"LINES: /\n{1,2}/"] if after_thinking else []
         rules.append(f"call: {opening} function {closing}")
     return "\n".join(["%llguidance {}", start, f"function: {alternatives}", *rules, ""])
 
@@ -78,7 +80,7 @@ def _schema(schema: Mapping[str, Any]) -> str:
 
 
 def _hermes(rule: str, name: str, schema: Mapping[str, Any]) -> str:
-    before = f'\n{{"name": {json.dumps(name)}, "arguments": '
+    before = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
     arguments = _schema({"type": "object", **schema})
     return f"{rule}: {_text(before)} {arguments} {_text('}' + chr(10))}"
 

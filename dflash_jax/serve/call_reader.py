@@ -166,9 +166,11 @@ class CallReader:
             if tag != PARAMETER:
                 break
             name, ended = yield from self._collect(">")
+            if not ended:
+                return True
             self._add(f"{before}{_json(name)}: ")
             before = ", "
-            if not (ended and (yield from self._value(properties.get(name)))):
+            if not (yield from self._value(properties.get(name))):
                 return True
         if tag:
             self._add("{}" if before == "{" else "}")

@@ -122,6 +122,7 @@ class Function(Body):
 class Tool(Body):
     """A tool, which is a function."""
 
+    not_here: ClassVar[dict[str, tuple[Any, ...]]] = {"custom": ()}
     type: Literal["function"]
     function: Function
 
@@ -135,6 +136,7 @@ class NamedFunction(Body):
 class NamedTool(Body):
     """The choice of one function."""
 
+    not_here: ClassVar[dict[str, tuple[Any, ...]]] = {"custom": (), "allowed_tools": ()}
     type: Literal["function"]
     function: NamedFunction
 
