@@ -13,7 +13,9 @@ from starlette.requests import Request
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 OVERLOADED = "overloaded_error"
-_OF_ANOTHER_TYPE = ("string_type", "int_type", "list_type", "model_type")
+_OF_ANOTHER_TYPE = ("string_type", "int_type", "list_type", "model_type", "literal_error")
+
+_ALTERNATIVES = ("str", "int", "float", "bool")  # and classes, whose names are capitalised
 
 
 class ErrorBody(pydantic.BaseModel):
@@ -117,6 +119,6 @@ def _dotted(location: Sequence[Any]) -> str:
     for part in location:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+        elif part.isidentifier() and not part[0].isupper() and part not in _ALTERNATIVES:
             name += f".{part}" if name else part
     return name

@@ -295,7 +295,7 @@ REFUSED = {
     "allowed tools": (
         {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
         "allowed_tools is not supported",
-        "tool_choice.NamedTool.allowed_tools",
+        "tool_choice.allowed_tools",
     ),
     "name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name", None),
     "schema": (
