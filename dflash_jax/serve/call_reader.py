@@ -18,6 +18,7 @@ breaks after it stays in the arguments, as the model wrote it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import re
@@ -55,7 +56,7 @@ class CallReader:
 
     Attributes:
       begun: calls of which the beginning was handed on.
-      complete: of them, those that were read to their end.
+      complete: of them, those that were read to their end and whose arguments are JSON.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class CallReader:
         self._functions = functions
         self._scanner = scanner
         self._emit = emit
+        self._written: list[str] = []  # of the last call's arguments
 
     def read(self) -> Waiting[bool]:
         """Reads what follows an opening tag.
@@ -79,9 +81,16 @@ class CallReader:
     def _begin(self, name: str) -> None:
         self._emit(CallStart(self.begun, name))
         self.begun += 1
+        self._written.clear()
 
     def _add(self, arguments: str) -> None:
         self._emit(Arguments(self.begun - 1, arguments))
+        self._written.append(arguments)
+
+    def _end(self) -> None:
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads("".join(self._written))
+            self.complete += 1
 
     # Hermes --------------------------------------------------------------------------------
 
@@ -99,7 +108,7 @@ class CallReader:
                     for name, arguments in calls:
                         self._begin(name)
                         self._add(json.dumps(arguments, ensure_ascii=False))
-                        self.complete += 1
+                        self._end()
                 return bool(calls)
             if not body.lstrip().startswith(("{", "[")) and body.strip():
                 return False
@@ -109,7 +118,7 @@ class CallReader:
         scanner.drop(head.end())
         self._begin(head[1])
         if (yield from self._object()):
-            self.complete += 1
+            self._end()
             yield from scanner.skip("}")
             yield from scanner.skip(CLOSE)
         else:
@@ -174,7 +183,7 @@ class CallReader:
                 return True
         if tag:
             self._add("{}" if before == "{" else "}")
-            self.complete += 1
+            self._end()
         if tag == END_FUNCTION:
             yield from scanner.skip(CLOSE)
         elif not tag:

@@ -114,6 +114,7 @@ MALFORMED = {
 BROKEN = {
     "cut": ('<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', '{"city": "Ro'),
     "broken": (hermes(arguments='{"city": Rome}'), '{"city": Rome}}\n'),
+    "no value": (hermes(arguments='{"city": }'), '{"city": }'),
     "wrong bracket": (hermes(arguments='{"city": ["Rome"}'), '{"city": ["Rome"}}\n'),
 }
 XML_REPLIES = {
