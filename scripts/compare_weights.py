@@ -1,16 +1,18 @@
-"""What each way of holding the weights costs in accuracy, beside llama.cpp's own.
+"""What each way of holding the weights costs in accuracy, beside llama.cpp's own; and its speed.
 
     python scripts/compare_weights.py --record=docs/receipts/weights
 
 Chats are continued by llama.cpp at temperature 1, and every position of them is fed to each model.
 The reference is the checkpoint dequantised to float32 (llama.cpp's float32 copy of it has the same
-logits to 1e-4, scripts/compare_llama_cpp.py). Needs llama-cpp-python; ten minutes on two cores.
+logits to 1e-4, scripts/compare_llama_cpp.py). Then int8 and float32 decode the same prompts in
+turn, plainly and at width 7. Needs llama-cpp-python; twenty minutes on two cores.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +24,10 @@ from absl import flags
 
 from dflash_jax import entry, platform
 from dflash_jax.bench import llama_cpp_parity as parity
-from dflash_jax.bench.records import Lines
+from dflash_jax.bench.records import Lines, decode
 from dflash_jax.checkpoints import Target, embedded_path, load_target
+from dflash_jax.engine import LoneDriver, Request
+from dflash_jax.engine.loading import INT8, ModelConfig, load_models, prepare_models
 from dflash_jax.errors import InputError
 
 _TARGET = flags.DEFINE_string("target", "embedded", "A .gguf file, or 'embedded'.")
@@ -31,7 +35,12 @@ _TEXTS = flags.DEFINE_string("texts", "configs/prompts/heldout.jsonl", "Lines wi
 _COUNT = flags.DEFINE_integer("count", 20, "Chats.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", parity.ROWS, "Tokens of each.", 32, parity.ROWS)
 _THREADS = flags.DEFINE_integer("threads", 2, "Threads of llama.cpp.", 1)
+_RATE_PROMPTS = flags.DEFINE_integer("rate_prompts", 8, "Prompts decoded; 0 measures no speed.")
 _RECORD = flags.DEFINE_string("record", None, "Writes RECORD.jsonl and RECORD.md.")
+
+_RATE_WIDTHS = (0, 7)
+_RATE_CONTEXT = 64
+_RATE_TOKENS = 128
 
 Logits = Callable[[Sequence[int]], np.ndarray]
 
@@ -58,9 +67,15 @@ def main(argv: list[str]) -> None:
         row = [name, f"{result.mean_kl:.5f}", f"{100 * result.agreement:.1f} %"]
         rich.console.Console(stderr=True).print(" | ".join(row))
         table.append(row)
+    ratios = []
+    for width, found in speed_ratios(sequences).items():
+        lines.write({"int8_over_float32": found, "width": width})
+        low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
+        ratios.append([str(width), f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
+        rich.console.Console(stderr=True).print(" | ".join(ratios[-1]))
     lines.close()
     if _RECORD.value:
-        write_record(table, sum(map(len, sequences)), reference_target.name)
+        write_record(table, ratios, sum(map(len, sequences)), reference_target.name)
 
 
 def chats(target: Target, path: pathlib.Path) -> list[list[int]]:
@@ -92,7 +107,34 @@ def models(path: pathlib.Path) -> Iterator[tuple[str, Logits]]:
         yield "llama.cpp, converted to Q8_0", peer_of(copy)
 
 
-def write_record(table: list[list[str]], positions: int, name: str) -> None:
+def speed_ratios(sequences: list[list[int]]) -> dict[int, list[float]]:
+    """int8's tokens a second over float32's, by width: one ratio for each prompt."""
+    if not _RATE_PROMPTS.value:
+        return {}
+    prompts = [tuple(tokens[:_RATE_CONTEXT]) for tokens in sequences[: _RATE_PROMPTS.value]]
+    drivers: dict[tuple[str, int], LoneDriver] = {}
+    for weights in (INT8, "float32"):
+        models = load_models(ModelConfig(target=_TARGET.value, weights=weights))
+        decoder = prepare_models(
+            models, 2 * _RATE_CONTEXT + _RATE_TOKENS, widths=_RATE_WIDTHS, time_widths=False
+        )
+        for width in _RATE_WIDTHS:
+            drivers[weights, width] = LoneDriver(decoder, rule=f"fixed:{width}")
+    ratios: dict[int, list[float]] = {width: [] for width in _RATE_WIDTHS}
+    for prompt in prompts:
+        request = Request(prompt, max_tokens=_RATE_TOKENS)
+        for width, found in ratios.items():
+            rates = {}
+            for weights in (INT8, "float32"):
+                stream, _, seconds = decode(drivers[weights, width], request)
+                rates[weights] = (len(stream.tokens) - 1) / seconds
+            found.append(rates[INT8] / rates["float32"])
+    return ratios
+
+
+def write_record(
+    table: list[list[str]], ratios: list[list[str]], positions: int, name: str
+) -> None:
     lines = ["# What the weights cost in accuracy", ""]
     lines += ["```", " ".join(["python", *sys.argv]), "```", ""]
     lines += [
@@ -103,6 +145,17 @@ def write_record(table: list[list[str]], positions: int, name: str) -> None:
         "|---|---|---|",
         *("| " + " | ".join(row) + " |" for row in table),
     ]
+    if ratios:
+        lines += [
+            "",
+            f"int8's tokens a second over float32's, {_RATE_TOKENS} tokens after each of "
+            f"{_RATE_PROMPTS.value} prompts of {_RATE_CONTEXT}, in turn: the median and the middle "
+            "half.",
+            "",
+            "| width | ratio | |",
+            "|---|---|---|",
+            *("| " + " | ".join(row) + " |" for row in ratios),
+        ]
     pathlib.Path(f"{_RECORD.value}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
