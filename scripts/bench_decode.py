@@ -4,11 +4,15 @@ r"""Decodes the same prompts under several rules, side by side: equal hashes, an
     python scripts/bench_decode.py --rules=all --seeds=1,2 --record=docs/receipts/decode_cpu
 
 Rules take turns within each prompt, so that a machine whose speed drifts is fair to all. The exit
-status is 1 when two rules gave different tokens.
+status is 1 when two rules gave different tokens. --resume goes on with the record of a run that was
+stopped.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import pathlib
 import platform as host
 import statistics
@@ -43,11 +47,14 @@ _SEEDS = flags.DEFINE_list("seeds", [], "Also sampled at temperature 1.0, top-k 
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most new tokens a reply.")
 _REPEATS = flags.DEFINE_integer("repeats", 1, "Times each reply is decoded.", lower_bound=1)
 _RECORD = flags.DEFINE_string("record", None, "Writes RECORD.jsonl and RECORD.md.")
+_RESUME = flags.DEFINE_bool("resume", False, "Keeps the replies that RECORD.jsonl has.")
 _PEER = flags.DEFINE_bool("peer", False, "Also decodes with llama-cpp-python, greedy.")
 _SHOW_TEXT = flags.DEFINE_bool("show_text", False, "Prints the replies.")
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "Where to run.")
 
 PLAIN = "fixed:0"
+
+ReplyKey = tuple[int, str, str]  # prompt, sampling, rule
 
 
 def rules() -> list[str]:
@@ -66,11 +73,43 @@ def samplings() -> dict[str, Sampling]:
     return found
 
 
+def settings(config: ModelConfig, prompts: list[list[int]]) -> dict[str, Any]:
+    """What the replies of a record depend on; its first line."""
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    models = dataclasses.asdict(config)
+    return {"jax": jax.__version__, "prompts": digest, "max_tokens": _MAX_TOKENS.value, **models}
+
+
+def kept_replies(wanted: dict[str, Any]) -> dict[ReplyKey, list[dict[str, Any]]]:
+    """The replies of an earlier run with the same settings; none without --resume or a record."""
+    kept: dict[ReplyKey, list[dict[str, Any]]] = defaultdict(list)
+    path = pathlib.Path(f"{_RECORD.value}.jsonl")
+    if not _RESUME.value or not path.exists():
+        return kept
+    try:
+        found, *replies = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for reply in replies:
+            kept[reply["prompt"], reply["sampling"], reply["rule"]].append(reply)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--resume: {path} is no whole record ({error}); mend or delete it"
+        ) from error
+    if found != wanted:
+        raise InputError(f"--resume: {path} was made with {found}, not {wanted}; delete it")
+    return kept
+
+
 class Bench:
     """Decodes each (prompt, sampling) under every rule, and adds up."""
 
-    def __init__(self, models: Models, drivers: dict[str, LoneDriver], lines: Lines) -> None:
-        self._models, self._drivers, self._lines = models, drivers, lines
+    def __init__(
+        self,
+        models: Models,
+        drivers: dict[str, LoneDriver],
+        lines: Lines,
+        kept: dict[ReplyKey, list[dict[str, Any]]],
+    ) -> None:
+        self._models, self._drivers, self._lines, self._kept = models, drivers, lines, kept
         self._compiles = CompileCounter()
         self.totals: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(
             lambda: defaultdict(list)
@@ -82,6 +121,11 @@ class Bench:
         """All rules over one prompt; the distinct texts (one, if all is well)."""
         texts: dict[str, str] = {}
         for rule, driver in self._drivers.items():
+            if earlier := self._kept.get((number, name, rule)):
+                reply = earlier.pop(0)
+                texts[reply["token_sha256"]] = "(of an earlier run)"
+                self._add(name, rule, reply)
+                continue
             request = Request(
                 tuple(prompt), sampling, _MAX_TOKENS.value, self._models.target.stop_token_ids
             )
@@ -190,12 +234,17 @@ def run(found: platform.Platform) -> int:
     console = rich.console.Console(stderr=True)
     config = ModelConfig.from_config(_CONFIG.value)
     wanted, draws = rules(), samplings()
-    lines = Lines(f"{_RECORD.value}.jsonl" if _RECORD.value else None, "record")
+    if _RESUME.value and not _RECORD.value:
+        raise InputError("--resume needs --record: the record to go on with")
     begin = time.perf_counter()
     models = load_models(config)
     prompts = read_prompt_file(_PROMPTS.value, models.target.tokenizer)
     prompts = prompts[: _COUNT.value or None]
     require_fit(prompts, config.context_limit, models.target.config.vocab_size)
+    made_with = settings(config, prompts)
+    kept = kept_replies(made_with)
+    path = f"{_RECORD.value}.jsonl" if _RECORD.value else None
+    lines = Lines(path, "record", keep=bool(kept))
     console.print("compiling: minutes the first time, seconds from the cache later")
     bar = rich.progress.Progress(console=console, transient=True)
     with found.warmup_lock(), bar:
@@ -208,7 +257,9 @@ def run(found: platform.Platform) -> int:
         )
     ready_s = time.perf_counter() - begin
     drivers = {rule: LoneDriver(decoder, rule=rule, landing=models.landing()) for rule in wanted}
-    bench = Bench(models, drivers, lines)
+    bench = Bench(models, drivers, lines, kept)
+    if not kept:
+        lines.write(made_with)
     total = len(prompts) * len(draws) * _REPEATS.value
     with rich.progress.Progress(console=console, transient=True) as bar:
         task = bar.add_task("decoding", total=total)

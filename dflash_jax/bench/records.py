@@ -82,13 +82,13 @@ class Lines:
     """A JSON-lines file, or nothing; every line is on disk before the next is made.
 
     An existing file is replaced by the first line, not before: a run that fails earlier loses
-    nothing.
+    nothing. With `keep` it is gone on with.
     """
 
-    def __init__(self, path: str | None, flag: str) -> None:
+    def __init__(self, path: str | None, flag: str, keep: bool = False) -> None:
         self._path, self._flag = path, flag
         self._file = None
-        self._begun = False
+        self._begun = keep
         if path:
             try:
                 self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
