@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dflash_jax.pricing.rule import Limits, PriorRow, Rule, band_of
+from dflash_jax.pricing.rule import Limits, PriorRow, Rule, band_of, possible
 
 TIMING_WEIGHT = 0.25  # of the newest timing in a width's price
 TRIAL_EVERY = 8  # rounds between trials
@@ -26,10 +25,10 @@ class Fixed(Rule):
         super().__init__(name, limits)
         self.width = width
 
-    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
+    def _choose(self, chances: np.ndarray, context_length: int) -> int:
         return self.width
 
-    def observe(self, **_: Any) -> None:
+    def _observe(self, *_: Any) -> None:
         """A fixed width has nothing to learn."""
 
 
@@ -51,13 +50,14 @@ class Ratio(Rule):
         self._timed_at: dict[int, int] = {}
         self._round = 0
         self._context = 0
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[int, dict[int, float]] = {}
         self._loaded = False
         self._probes = sorted({*range(1, limits.cap + 1, limits.tile), limits.cap})
         # As on the thread's servers, start-up prices only bridge the time until the first probe.
         self._start = {width: ms for width, _, ms in prior}
 
-    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
+    def _choose(self, chances: np.ndarray, context_length: int) -> int:
+        n = len(chances)
         self._context = context_length
         self._load_band(context_length)
         for probe in self._probes:
@@ -66,7 +66,7 @@ class Ratio(Rule):
         table = self._ms or self._start or {n: 1.0}
         widths = sorted(table)
         prices = np.interp(np.arange(n + 1), widths, [table[w] for w in widths])
-        expected = 1.0 + np.concatenate([[0.0], np.cumsum(np.nan_to_num(chances[:n]))])
+        expected = 1.0 + np.concatenate([[0.0], np.cumsum(chances)])
         ratio = expected / prices
         least = min(self.limits.least, n)
         ratio[:least] = 0.0
@@ -81,37 +81,41 @@ class Ratio(Rule):
             return int(np.flatnonzero(ratio >= (1.0 - self.band) * best)[-1])
         return int(np.argmax(ratio))
 
-    def observe(
+    def _observe(
         self,
-        *,
         width: int,
         context_length: int,
-        round_ms: float,
+        ms: float | None,
         landed: np.ndarray,
-        sample: bool = True,
-        chances: np.ndarray | None = None,
+        chances: np.ndarray,
     ) -> None:
         self._round += 1
-        if not (sample and 0.0 < round_ms < math.inf):
+        if ms is None:
             return
-        old = self._ms.get(width, round_ms)
-        self._ms[width] = old + TIMING_WEIGHT * (round_ms - old)
+        old = self._ms.get(width, ms)
+        self._ms[width] = old + TIMING_WEIGHT * (ms - old)
         self._timed_at[width] = self._round
 
     def _load_band(self, context_length: int) -> None:
         if not self._loaded:
-            kept = self._kept.get(str(band_of(context_length)), {})
-            self._ms = {int(width): ms for width, ms in kept.items()}
+            self._ms = dict(self._kept.get(band_of(context_length), {}))
             self._loaded = True
 
     def _bands(self) -> dict[str, Any]:
         bands = dict(self._kept)
         if self._ms:
-            bands[str(band_of(self._context))] = {str(w): ms for w, ms in self._ms.items()}
-        return bands
+            bands[band_of(self._context)] = self._ms
+        return {str(band): {str(w): ms for w, ms in table.items()} for band, table in bands.items()}
 
     def _load(self, bands: Mapping[str, Any]) -> None:
-        self._kept, self._loaded, self._ms = dict(bands), False, {}
+        kept = {
+            int(band): {int(width): float(ms) for width, ms in table.items()}
+            for band, table in bands.items()
+        }
+        for table in kept.values():
+            if not all(0 <= width <= self.cap and possible(ms) for width, ms in table.items()):
+                raise ValueError(f"prices {table}")
+        self._kept, self._loaded, self._ms = kept, False, {}
 
     def explain(self) -> dict[str, Any]:
         return {"rule": self.name, "prices_ms": dict(sorted(self._ms.items()))}
@@ -130,18 +134,16 @@ class Tiers(Rule):
         self._tier = len(self.tiers) // 2
         self._mean = 0.5 * self.tiers[self._tier]
 
-    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
+    def _choose(self, chances: np.ndarray, context_length: int) -> int:
         return self.tiers[self._tier]
 
-    def observe(
+    def _observe(
         self,
-        *,
         width: int,
         context_length: int,
-        round_ms: float,
+        ms: float | None,
         landed: np.ndarray,
-        sample: bool = True,
-        chances: np.ndarray | None = None,
+        chances: np.ndarray,
     ) -> None:
         count = float(np.count_nonzero(landed))
         if count >= width:

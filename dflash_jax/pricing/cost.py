@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,44 @@ class Knot:
     cov: np.ndarray
     noise: float
     tilt_doubt: float
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain and JSON-ready."""
+        return {
+            "context_length": self.context_length,
+            "prices_ms": self.curve.tolist(),
+            "cov": self.cov.tolist(),
+            "noise": self.noise,
+            "tilt_doubt": self.tilt_doubt,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], cap: int) -> Knot:
+        """Of `to_record`. Raises KeyError, TypeError or ValueError for anything else."""
+        knot = cls(
+            int(record["context_length"]),
+            np.array(record["prices_ms"], float),
+            np.array(record["cov"], float),
+            float(record["noise"]),
+            float(record["tilt_doubt"]),
+        )
+        if knot.curve.shape != (cap + 1,) or knot.cov.shape != (cap + 1, cap + 1):
+            raise ValueError(f"prices {knot.curve.shape}, cov {knot.cov.shape} at cap {cap}")
+        if not (
+            knot.context_length >= 0
+            and 0.0 < knot.curve.min() <= knot.curve.max() < math.inf
+            and NOISE_RANGE[0] <= knot.noise <= NOISE_RANGE[1]
+            and 0.0 <= knot.tilt_doubt <= BLIND_TILT
+        ):
+            raise ValueError("numbers out of range")
+        size = float(np.abs(knot.cov).max())
+        if not (
+            size < math.inf
+            and np.allclose(knot.cov, knot.cov.T, rtol=0.0, atol=1e-6 * size)
+            and np.linalg.eigvalsh(knot.cov).min() >= -1e-6 * size
+        ):
+            raise ValueError("cov is no covariance")
+        return knot
 
 
 def shape_kernel(cap: int, tile: int, tile_step: float) -> np.ndarray:
@@ -221,8 +260,8 @@ class CostModel:
         spread += cov[width, width]
         return np.sqrt(np.maximum(spread, 0.0))
 
-    def observe(self, width: int, context_length: int, ms: float) -> None:
-        """One timed round: predict (drift), correct (robustly), look for a jump."""
+    def observe(self, width: int, context_length: int, ms: float) -> bool:
+        """One timed round: predict (drift), correct (robustly). Returns whether prices jumped."""
         if self.at is None:
             self._start(context_length)
         expected = float(self.reference(context_length)[width])
@@ -248,7 +287,7 @@ class CostModel:
         np.maximum(m, 0.02, out=m)
         cov -= np.multiply.outer(gain, cov[width])
         self.at = context_length
-        self._watch(max(-JUMP_CLIP, min(JUMP_CLIP, z)))
+        return self._jumped(max(-JUMP_CLIP, min(JUMP_CLIP, z)))
 
     def _rescale(self, factor: float) -> None:
         self.knots = [dataclasses.replace(k, curve=k.curve * factor) for k in self.knots]
@@ -263,17 +302,19 @@ class CostModel:
         self.noise *= 1.0 + (step if error > typical else -step)
         self.noise = min(max(self.noise, NOISE_RANGE[0]), NOISE_RANGE[1])
 
-    def _watch(self, z: float) -> None:
+    def _jumped(self, z: float) -> bool:
         """After a jump the scale and the tilt are in doubt again, so the next rounds decide."""
         window = self._residuals
         window.append(z)
         if len(window) > JUMP_WINDOW:
             window.pop(0)
-        if len(window) >= 3 and abs(sum(window)) > JUMP_MEAN * JUMP_WINDOW:
-            scale = float(self.m[0])
-            self.cov += self._jump * scale * scale
-            self.jumps += 1
-            window.clear()
+        if len(window) < 3 or abs(sum(window)) <= JUMP_MEAN * JUMP_WINDOW:
+            return False
+        scale = float(self.m[0])
+        self.cov += self._jump * scale * scale
+        self.jumps += 1
+        window.clear()
+        return True
 
     def knot(self) -> Knot | None:
         """What is believed now, as a knot at the context of the last observation."""

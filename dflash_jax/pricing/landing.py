@@ -63,9 +63,15 @@ class _Logistic:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> _Logistic:
+        """Of `to_record`. Raises KeyError, TypeError or ValueError for anything else."""
         self = cls()
-        for name, value in record.items():
-            setattr(self, name, list(value) if isinstance(value, list | tuple) else float(value))
+        for name, default in self.to_record().items():
+            value = np.array(record[name], float)
+            if value.shape != np.shape(default) or not np.isfinite(value).all():
+                raise ValueError(f"{name}: {record[name]!r}")
+            setattr(self, name, value.tolist())
+        if not (self.slope > 0.0 and min(self.vs, self.vo, *self.vd) >= 0.0):
+            raise ValueError("slope or variances below 0")
         return self
 
 
@@ -169,7 +175,7 @@ def _plain(values: Any) -> list[Any]:
 
 
 def _logit(log_chance: float) -> float:
-    """log p − log(1 − p), with p kept inside [EDGE, 1 − EDGE]."""
-    p = math.exp(log_chance) if log_chance < 0.0 else 1.0
-    p = min(max(p, EDGE), 1.0 - EDGE)
+    """log p − log(1 − p), with p kept inside [EDGE, 1 − EDGE]; of no number, that of EDGE."""
+    p = 1.0 if log_chance >= 0.0 else math.exp(log_chance)
+    p = min(max(EDGE, p), 1.0 - EDGE)
     return math.log(p / (1.0 - p))

@@ -37,12 +37,6 @@ def best_width(expected: np.ndarray, prices: np.ndarray, rate: float) -> int:
     return int(len(gain) - 1 - np.argmax(gain[::-1]))
 
 
-def _checked(chances: np.ndarray, most: int) -> np.ndarray:
-    """The first `most` chances; zeros if they are none: a drafter gone wrong offers nothing."""
-    chances = np.asarray(chances, float)[:most]
-    return chances if 0.0 <= float(chances.sum()) <= len(chances) + 1e-6 else np.zeros(len(chances))
-
-
 class Renewal(Rule):
     """argmax of E[w] − λ·c[w], λ = discounted tokens ÷ the present prices of the widths run."""
 
@@ -50,7 +44,6 @@ class Renewal(Rule):
         super().__init__("renewal", limits)
         self.cost = CostModel(limits.cap, limits.tile, prior)
         self.trust = Trust(limits.cap)
-        self._chances = np.zeros(0)
         self._tokens = 0.0
         self._widths = np.zeros(limits.cap + 1)
         self._expected = np.ones(limits.cap + 1)
@@ -62,10 +55,10 @@ class Renewal(Rule):
         self._usual = 0
         self._doubt = np.zeros(limits.cap + 1)
 
-    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
+    def _choose(self, chances: np.ndarray, context_length: int) -> int:
+        n = len(chances)
         expected = self._expected[: n + 1]
-        self._chances = _checked(chances, n)
-        np.add.accumulate(self.trust.apply(self._chances), out=expected[1:])
+        np.add.accumulate(self.trust.apply(chances), out=expected[1:])
         expected[1:] += 1.0
         full = self.cost.prices(context_length)
         if not self._tokens:
@@ -99,29 +92,24 @@ class Renewal(Rule):
         self._probes -= 1
         return probe
 
-    def observe(
+    def _observe(
         self,
-        *,
         width: int,
         context_length: int,
-        round_ms: float,
+        ms: float | None,
         landed: np.ndarray,
-        sample: bool = True,
-        chances: np.ndarray | None = None,
+        chances: np.ndarray,
     ) -> None:
-        given = self._chances if chances is None else _checked(chances, self.cap)
         self._tokens = MEMORY * self._tokens + 1.0 + float(np.count_nonzero(landed))
         self._widths *= MEMORY
         self._widths[width] += 1.0
-        self.trust.observe(given[:width], np.asarray(landed))
+        self.trust.observe(chances, landed)
         band = band_of(context_length)
         if band != self._band:
             self._save_band()
             self._band = band
-        if sample and 0.0 < round_ms < math.inf:
-            jumps = self.cost.jumps
-            self.cost.observe(width, context_length, round_ms)
-            if self.cost.jumps > jumps:
+        if ms is not None:
+            if self.cost.observe(width, context_length, ms):
                 self._probes = PROBES
                 # λ was earned by widths that suited the old prices.
                 self._tokens *= JUMP_MEMORY
@@ -134,14 +122,9 @@ class Renewal(Rule):
         knot = self.cost.knot()
         if knot is None:
             return
-        total = float(self._widths.sum())
-        share = min(1.0, KEPT_ROUNDS / total)
+        share = min(1.0, KEPT_ROUNDS / float(self._widths.sum()))
         self._kept[str(band_of(knot.context_length))] = {
-            "context_length": knot.context_length,
-            "prices_ms": knot.curve.tolist(),
-            "cov": knot.cov.tolist(),
-            "noise": knot.noise,
-            "tilt_doubt": knot.tilt_doubt,
+            **knot.to_record(),
             "tokens": self._tokens * share,
             "widths": (self._widths * share).tolist(),
         }
@@ -151,17 +134,19 @@ class Renewal(Rule):
         return dict(self._kept)
 
     def _load(self, bands: Mapping[str, Any]) -> None:
+        knots = []
+        for band, record in bands.items():
+            knot = Knot.from_record(record, self.cap)
+            widths = np.array(record["widths"], float)
+            tokens, rounds = float(record["tokens"]), float(widths.sum())
+            if widths.shape != knot.curve.shape or not widths.min() >= 0.0:
+                raise ValueError(f"widths {record['widths']}")
+            if not (0.0 < tokens < math.inf and 0.0 < rounds < math.inf):
+                raise ValueError(f"{tokens} tokens of {rounds} rounds")
+            if str(band_of(knot.context_length)) != band:
+                raise ValueError(f"band {band} of {knot.context_length} tokens")
+            knots.append(knot)
         self._kept = dict(bands)
-        knots = [
-            Knot(
-                band["context_length"],
-                np.array(band["prices_ms"]),
-                np.array(band["cov"]),
-                band["noise"],
-                band["tilt_doubt"],
-            )
-            for band in bands.values()
-        ]
         self.cost.add_knots(knots)
         self._tokens = 0.0
         if self.cost.known:

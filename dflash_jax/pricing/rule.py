@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ CLOCKS = ("lone", "shared")
 
 PriorRow = tuple[int, int, float]
 """One warm-up timing: (width, context_length in tokens, ms)."""
+
+MS_RANGE = (1e-6, 1e9)  # a time outside is no round's: a broken clock, or other units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +48,32 @@ class Limits:
 def checked_prior(prior: Sequence[PriorRow] | None, cap: int) -> list[PriorRow]:
     """Warm-up rows as plain numbers; rows wider than `cap` are left out.
 
-    Raises `InputError` for a row that is not (width ≥ 0, context_length ≥ 0, finite ms > 0).
+    Raises `InputError` for a row that is not (width ≥ 0, context_length ≥ 0, ms in `MS_RANGE`).
     """
     rows: list[PriorRow] = []
     for row in prior if prior is not None else ():
         try:
             width, context_length, ms = int(row[0]), int(row[1]), float(row[2])
-        except (TypeError, ValueError, IndexError) as error:
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise InputError(f"prior row {row!r}: give (width, context_length, ms)") from error
-        if width < 0 or context_length < 0 or not (math.isfinite(ms) and ms > 0):
+        if width < 0 or context_length < 0 or not possible(ms):
             raise InputError(
-                f"prior row {row!r}: give width ≥ 0, context_length ≥ 0 and a finite ms > 0"
+                f"prior row {row!r}: give width ≥ 0, context_length ≥ 0 and ms from "
+                f"{MS_RANGE[0]:g} to {MS_RANGE[1]:g}"
             )
         if width <= cap:
             rows.append((width, context_length, ms))
     return rows
+
+
+def possible(ms: float) -> bool:
+    """Whether a round can take so long; False for 0, less, infinity and NaN."""
+    return MS_RANGE[0] <= ms <= MS_RANGE[1]
+
+
+def in_range(chances: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Chances kept inside [0, 1]; one that is no number is 0: it offers nothing."""
+    return np.fmin(np.fmax(chances, 0.0), 1.0)
 
 
 def band_of(context_length: int) -> int:
@@ -79,22 +91,22 @@ class Rule(abc.ABC):
         self.name = name
         self.limits = limits
         self.cap = limits.cap
+        self._chances = np.zeros(0)  # of the last call of `choose`
 
     def choose(self, chances: np.ndarray, context_length: int) -> int:
         """The width of this round, `least`..len(chances) (all of them if there are fewer).
 
-        chances: float array, at most `cap` long, the landing chance of each node in pop order.
-        context_length: committed tokens before the anchor.
+        chances: float array, the landing chance of each node in pop order, of which the first
+        `cap` count; see `in_range` for those that are no chances. context_length: committed
+        tokens before the anchor. Raises `InputError` if it is negative.
         """
-        n = min(len(chances), self.cap)
-        width = self._choose(chances, n, context_length)
+        if not context_length >= 0:
+            raise InputError(f"context_length={context_length}: give 0 tokens or more")
+        self._chances = in_range(chances[: self.cap])
+        n = len(self._chances)
+        width = self._choose(self._chances, context_length)
         return min(max(width, self.limits.least), n)
 
-    @abc.abstractmethod
-    def _choose(self, chances: np.ndarray, n: int, context_length: int) -> int:
-        """`choose` before the limits; n = min(len(chances), cap)."""
-
-    @abc.abstractmethod
     def observe(
         self,
         *,
@@ -108,11 +120,35 @@ class Rule(abc.ABC):
         """Learns from a round that `choose` priced.
 
         landed: bool array [width], which verified nodes were accepted. round_ms: the whole round,
-        synchronised at its end. sample: False for a round whose time says nothing about its width
-        (the first after a prompt, the first after a cold restart of the drafter's context, any
-        that compiled); what it landed still counts. chances: what `choose` was given for this
-        round, if it has been called again since; None: the last call's.
+        synchronised at its end; one that is not `possible` is no sample. sample: False for a
+        round whose time says nothing about its width (the first after a prompt, the first after a
+        cold restart of the drafter's context, any that compiled); what it landed still counts.
+        chances: what `choose` was given for this round, if it has been called again since; None:
+        the last call's. Raises `InputError` if these do not belong to one round.
         """
+        offered = self._chances if chances is None else in_range(chances[: self.cap])
+        if not (0 <= width <= len(offered) and len(landed) == width and context_length >= 0):
+            raise InputError(
+                f"observe: width={width} of {len(offered)} chances, {len(landed)} landed, "
+                f"context_length={context_length}: give a round that `choose` priced"
+            )
+        ms = round_ms if sample and possible(round_ms) else None
+        self._observe(width, context_length, ms, np.asarray(landed, bool), offered[:width])
+
+    @abc.abstractmethod
+    def _choose(self, chances: np.ndarray, context_length: int) -> int:
+        """`choose` before the limits, from chances that are in range, at most `cap`."""
+
+    @abc.abstractmethod
+    def _observe(
+        self,
+        width: int,
+        context_length: int,
+        ms: float | None,
+        landed: np.ndarray,
+        chances: np.ndarray,
+    ) -> None:
+        """`observe`, checked. ms: None if the round is no sample. landed, chances: [width]."""
 
     def keep(self) -> dict[str, Any]:
         """A plain, JSON-ready record of what this rule's clock has taught, by band."""
@@ -130,6 +166,8 @@ class Rule(abc.ABC):
         """
         if calibration is None:
             return
+        if not isinstance(calibration, Mapping):
+            raise InputError(f"calibration {calibration!r}: not what `keep` gives; drop the record")
         mine = {"clock": self.limits.clock, "rule": self.name.partition(":")[0], "cap": self.cap}
         for key, value in mine.items():
             if calibration.get(key) != value:
@@ -139,7 +177,7 @@ class Rule(abc.ABC):
                 )
         try:
             self._load(calibration["bands"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InputError(
                 f"calibration: not what `keep` gives ({error!r}); drop the record"
             ) from error
@@ -149,7 +187,7 @@ class Rule(abc.ABC):
         return {}
 
     def _load(self, bands: Mapping[str, Any]) -> None:  # noqa: B027 - most rules keep nothing
-        """Takes what `_bands` gave."""
+        """Takes what `_bands` gave; whatever else it is given raises, and changes nothing."""
 
     def explain(self) -> dict[str, Any]:
         """What the rule believes and why it chose as it did, for logs and pictures."""
