@@ -183,18 +183,22 @@ def attack(record, data):
     return replaced(record, data.draw(st.sampled_from(top)), data.draw(junk))
 
 
+def refused(function, record):
+    """Whether it raises an `InputError`, of one line."""
+    try:
+        function(record)
+    except InputError as error:
+        return "\n" not in str(error)
+    return False
+
+
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(LEARNING), data=st.data())
 def test_a_corrupt_record_is_refused_whole_or_harmless(name, data):
     corrupt = attack(taught(name).keep(), data)
     rule = make_rule(name)
-    fresh = copy.deepcopy(rule)
-    try:
-        rule.seed(corrupt)
-    except InputError as error:
-        assert "\n" not in str(error)
-        assert rule.keep() == fresh.keep()
-        rule = fresh  # as good as new
+    if refused(rule.seed, corrupt):
+        assert rule.keep() == make_rule(name).keep()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for context in (10, 600, 50_000):
@@ -229,7 +233,7 @@ def test_a_band_that_no_rule_kept_is_refused(change):
 
 @pytest.mark.parametrize("record", [[], "record", 3, {"bands": {}}])
 def test_what_is_no_record_is_refused(record):
-    with pytest.raises(InputError, match="drop the record|drop this one"):
+    with pytest.raises(InputError, match=r"drop the record|drop this one"):
         make_rule("renewal").seed(record)
 
 
@@ -240,10 +244,8 @@ def test_a_corrupt_landing_record_is_refused_or_harmless(data):
     node = np.log([0.7, 0.2, 0.6]), [-1, -1, 0], [0, 0, 1]
     model.observe(*node, [True, False, True])
     corrupt = attack(json.loads(json.dumps(model.to_record())), data)
-    try:
-        model = LandingModel(prior=corrupt)
-    except InputError as error:
-        assert "\n" not in str(error)
+    if not refused(LandingModel, corrupt):
+        model = LandingModel(corrupt)
     model.observe(*node, [True, False])
     chances = model.chances(*node)
     assert np.all((chances >= 0.0) & (chances <= 1.0))
