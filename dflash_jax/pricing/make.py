@@ -32,17 +32,16 @@ def make_rule(
     """
     limits = Limits(cap=cap, least=least, tile=tile, clock=clock)
     rows = checked_prior(prior, cap)
-    kind, colon, value = name.partition(":")
-    number = _number(name, value, kind, cap) if colon else None
-    if name not in ("renewal", "ratio", "tiers") and not (kind in ("band", "fixed") and colon):
+    kind, _, value = name.partition(":")
+    if kind in ("band", "fixed"):
+        number = _number(name, kind, value, cap)
+    elif name not in ("renewal", "ratio", "tiers"):
         raise _unknown(name)
-    if cap < 2 and kind != "fixed":
-        return Fixed(name, limits, cap)
     if kind == "fixed":
-        assert number is not None
         return Fixed(name, limits, int(number))
+    if cap < 2:
+        return Fixed(name, limits, cap)
     if kind == "band":
-        assert number is not None
         return Ratio(name, limits, rows, band=number / 100.0)
     if kind == "ratio":
         return Ratio(name, limits, rows)
@@ -51,15 +50,13 @@ def make_rule(
     return Renewal(limits, rows)
 
 
-def _number(name: str, value: str, kind: str, cap: int) -> float:
+def _number(name: str, kind: str, value: str, cap: int) -> float:
     """The P of band:P (0 to 100) or the K of fixed:K (0 to cap)."""
     try:
         number = float(value) if kind == "band" else float(int(value))
     except ValueError as error:
         raise _unknown(name) from error
     most = 100.0 if kind == "band" else float(cap)
-    if kind not in ("band", "fixed"):
-        raise _unknown(name)
     if not 0.0 <= number <= most:
         raise InputError(f"rule {name!r}: give {kind}:0 to {kind}:{most:g}")
     return number
