@@ -141,15 +141,14 @@ class CallReader:
 
     def _whole_calls(self, body: str) -> list[tuple[str, dict[str, Any]]]:
         """Calls written in another order than usual, or as a list; none if one is malformed."""
-        try:
-            written: Any = json.loads(body, strict=False, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            return []
+        written = _loads(body)
         calls: list[tuple[str, dict[str, Any]]] = []
         for one in written if isinstance(written, list) else [written]:
             if not isinstance(one, dict) or one.get("name") not in self._functions:
                 return []
             arguments: Any = next((one[key] for key in _ARGUMENTS if key in one), {})
+            if isinstance(arguments, str):  # JSON in JSON
+                arguments = _loads(arguments)
             if not isinstance(arguments, dict):
                 return []
             calls.append((one["name"], arguments))
@@ -268,6 +267,14 @@ def as_json(text: str, schema: Any) -> str:
 
 def _json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _loads(text: str) -> Any:
+    """A JSON value, also with raw line breaks in strings; None for what is no JSON."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _no_constant(word: str) -> None:

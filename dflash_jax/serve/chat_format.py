@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from dflash_jax.serve.reply_parser import THINK, Start
 
 # What a template is always given, so that nobody may set it otherwise.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+
+# A call's JSON in a template's source, where quotes may be escaped.
+_JSON_CALL = re.compile(r"""\{\\?["'](name|arguments)\\?["']""")
 
 # For templates without tools. The call's form is the one most widely trained on.
 _OFFER = """You can call functions. These are their JSON descriptions, one a line:
@@ -67,9 +71,11 @@ class ChatFormat:
     @property
     def syntax(self) -> Syntax | None:
         """How calls are written; None: in a way that is not known here."""
-        if self.offers_tools and OPEN not in self._source:
-            return None
-        return Syntax.QWEN_XML if FUNCTION in self._source else Syntax.HERMES
+        if not self.offers_tools:
+            return Syntax.HERMES
+        if OPEN in self._source and FUNCTION in self._source:
+            return Syntax.QWEN_XML
+        return Syntax.HERMES if OPEN in self._source and _JSON_CALL.search(self._source) else None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 
@@ -42,12 +43,12 @@ Part = Content | Reasoning | CallStart | Arguments
 def joined(parts: Sequence[Part]) -> list[Part]:
     """The same with neighbours of one kind in one, and without empty ones."""
     merged: list[Part] = []
-    for part in parts:
-        last = merged[-1] if merged else None
-        if isinstance(part, CallStart):
-            merged.append(part)
-        elif part.text and type(part) is type(last) and not isinstance(last, CallStart):
-            merged[-1] = dataclasses.replace(last, text=last.text + part.text)
-        elif part.text:
-            merged.append(part)
+    texts = (part for part in parts if isinstance(part, CallStart) or part.text)
+    for _, run in itertools.groupby(texts, type):
+        first, *rest = run
+        if isinstance(first, CallStart):
+            merged += [first, *rest]
+        else:
+            more = (part.text for part in rest if not isinstance(part, CallStart))
+            merged.append(dataclasses.replace(first, text="".join([first.text, *more])))
     return merged

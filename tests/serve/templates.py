@@ -109,6 +109,11 @@ OTHER_CALLS = (
     "{{ message.content }}<|im_end|>\n{% endfor %}"
 )
 
+# GLM 4.5's: the same tag around another form.
+OTHER_IN_TAGS = (
+    OTHER_CALLS + "{% if tools %}<tool_call>f<arg_key>k</arg_key></tool_call>{% endif %}"
+)
+
 PLAIN = tiny_llama.TEMPLATE  # no tools, no thinking, as SmolLM2's
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -148,7 +148,15 @@ def test_an_answer_to_no_call_is_refused(messages):
 def test_what_templates_can_do():
     formats = {
         name: ChatFormat(templates.tokenizer(getattr(templates, name)))
-        for name in ("HERMES", "HERMES_THINKS", "XML_THINKS", "EFFORT", "OTHER_CALLS", "PLAIN")
+        for name in (
+            "HERMES",
+            "HERMES_THINKS",
+            "XML_THINKS",
+            "EFFORT",
+            "OTHER_CALLS",
+            "OTHER_IN_TAGS",
+            "PLAIN",
+        )
     }
     assert {name: format_.syntax for name, format_ in formats.items()} == {
         "HERMES": Syntax.HERMES,
@@ -156,6 +164,7 @@ def test_what_templates_can_do():
         "XML_THINKS": Syntax.QWEN_XML,
         "EFFORT": Syntax.HERMES,
         "OTHER_CALLS": None,
+        "OTHER_IN_TAGS": None,
         "PLAIN": Syntax.HERMES,
     }
     assert [name for name, format_ in formats.items() if format_.thinks] == [
@@ -166,6 +175,20 @@ def test_what_templates_can_do():
     assert formats["XML_THINKS"].variables == {"enable_thinking"}
     assert formats["EFFORT"].variables == {"reasoning_effort"}
     assert not formats["PLAIN"].variables
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        # As Qwen2.5, Hermes 2 and Hermes 3 have it in their templates.
+        r"""{{- '<tool_call>\n{"name": "' }}""",
+        r"""{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}" }}""",
+        """<tool_call>\n{'arguments': <args-dict>, 'name': <function-name>}\n</tool_call>""",
+    ],
+)
+def test_calls_of_json_in_a_templates_source(written):
+    format_ = ChatFormat(templates.tokenizer(f"{{{{ tools }}}}{written}"))
+    assert format_.syntax is Syntax.HERMES
 
 
 def test_where_the_reply_stands():

@@ -84,6 +84,10 @@ HERMES_REPLIES = {
         '<tool_call>{"arguments": {"city": "Rome"}, "name": "weather"}</tool_call>',
         ROME,
     ),
+    "JSON in JSON": (
+        '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>',
+        ROME,
+    ),
     "no arguments": ('<tool_call>{"name": "stop"}</tool_call>', call("stop", "{}")),
     "a list": (
         '<tool_call>[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "stop"}]'
