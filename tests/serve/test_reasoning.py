@@ -142,7 +142,7 @@ def test_thinking_switched_off(hermes_server, xml_server, settings):
     for running in (hermes_server, xml_server):
         prompt, rules = prompt_and_rules(running, **settings)
         assert prompt.endswith("<think>\n\n</think>\n\n")
-        assert rules is NO_RULES
+        assert rules == NO_RULES
         server, script = running
         script.says("Sun.")
         message = ask(server, **settings).choices[0].message
@@ -156,7 +156,7 @@ def test_effort_limits_the_tokens_of_reasoning(hermes_server, xml_server):
             prompt, rules = prompt_and_rules(running, reasoning_effort=effort)
             assert not prompt.endswith("</think>\n\n")
             if tokens is None:
-                assert rules is NO_RULES
+                assert rules == NO_RULES
             else:
                 assert rules.thinking == Thinking(END, begin, tokens, closing)
     assert sorted(EFFORT_TOKENS.values()) == list(EFFORT_TOKENS.values())
@@ -165,7 +165,7 @@ def test_effort_limits_the_tokens_of_reasoning(hermes_server, xml_server):
 def test_a_template_that_knows_effort_is_told(effort_server):
     prompt, rules = prompt_and_rules(effort_server, reasoning_effort="high")
     assert "effort high\n" in prompt
-    assert rules is NO_RULES
+    assert rules == NO_RULES
     assert "effort medium\n" in prompt_and_rules(effort_server)[0]
     for effort in ("none", "minimal"):
         with pytest.raises(openai.BadRequestError, match="cannot be switched off"):
