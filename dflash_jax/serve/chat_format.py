@@ -13,7 +13,7 @@ from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.errors import InputError
 from dflash_jax.serve.call_reader import CLOSE, FUNCTION, OPEN, Syntax
 from dflash_jax.serve.chat_requests import Message, Tool, ToolCall
-from dflash_jax.serve.reply_parser import THINK, Start
+from dflash_jax.serve.reply_parser import END_THINK, THINK, Start
 
 # What a template is always given, so that nobody may set it otherwise.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -95,7 +95,9 @@ class ChatFormat:
         """Where the reply to a rendered prompt stands when it begins."""
         if not self.thinks:
             return Start.NEVER
-        return Start.OPEN if prompt.rstrip().endswith(THINK) else Start.POSSIBLE
+        ends = {THINK: Start.OPEN, END_THINK: Start.ENDED}
+        prompt = prompt.rstrip()
+        return next((ends[tag] for tag in ends if prompt.endswith(tag)), Start.POSSIBLE)
 
 
 def _answers_in_order(messages: Sequence[Message]) -> list[Message]:

@@ -75,7 +75,8 @@ def prepare(body: ChatRequest, format_: ChatFormat, vocabulary: GrammarVocabular
     one_call = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
     grammar = _grammar(body, format_, vocabulary, forced, several=not one_call)
     thinking = _thinking(format_, start, settings.budget)
-    if start is not Start.NEVER and thinking is None and (grammar or settings.budget is not None):
+    may_think = start in (Start.POSSIBLE, Start.OPEN)
+    if may_think and thinking is None and (grammar or settings.budget is not None):
         name = "tools" if grammar else "thinking_budget"
         raise _refused(name, f"this checkpoint has no tokens {THINK} and {END_THINK} to go by")
     return Chat(
@@ -176,7 +177,7 @@ def _thinking(format_: ChatFormat, start: Start, budget: int | None) -> Thinking
     """The engine's rule, where the reply may think and its tags are tokens."""
     tokenizer = format_.tokenizer
     end, begin = tokenizer.token_id(END_THINK), tokenizer.token_id(THINK)
-    if start is Start.NEVER or end is None or begin is None:
+    if start not in (Start.POSSIBLE, Start.OPEN) or end is None or begin is None:
         return None
     closing = tuple(tokenizer.encode(f"\n{END_THINK}\n\n"))
     return Thinking(end, None if start is Start.OPEN else begin, budget, closing)

@@ -24,6 +24,7 @@ class Start(enum.Enum):
     NEVER = "the template does not think"
     POSSIBLE = "the reply may begin with <think>"
     OPEN = "the prompt ended with <think>"
+    ENDED = "the prompt ended with </think>"  # a reply that thinks all the same is told apart
 
 
 class ReplyParser:
@@ -111,7 +112,7 @@ class ReplyParser:
         """Passes on the reasoning, if the reply has any; whether it had."""
         self.reasoning = start is Start.OPEN
         opened = yield from self._scanner.skip(THINK)
-        if not opened and start is Start.POSSIBLE:
+        if not opened and start is not Start.OPEN:
             return False
         self.reasoning = True
         text = Trimmed(lambda text: self._parts.append(Reasoning(text)), at_start=True)

@@ -194,8 +194,8 @@ def test_calls_of_json_in_a_templates_source(written):
 def test_where_the_reply_stands():
     starts = {
         templates.HERMES: {None: Start.NEVER},
-        templates.HERMES_THINKS: {None: Start.POSSIBLE, False: Start.POSSIBLE},
-        templates.XML_THINKS: {None: Start.OPEN, True: Start.OPEN, False: Start.POSSIBLE},
+        templates.HERMES_THINKS: {None: Start.POSSIBLE, False: Start.ENDED},
+        templates.XML_THINKS: {None: Start.OPEN, True: Start.OPEN, False: Start.ENDED},
     }
     for template, wanted in starts.items():
         format_ = ChatFormat(templates.tokenizer(template))

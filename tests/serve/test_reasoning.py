@@ -185,7 +185,11 @@ def test_a_budget(hermes_server, xml_server, budget):
 
 def test_a_forced_call_comes_after_the_reasoning(hermes_server, xml_server):
     for running, begin in ((hermes_server, BEGIN), (xml_server, None)):
-        _, rules = prompt_and_rules(running, tools=[CLOCK], tool_choice="required")
+        forced = {"tools": [CLOCK], "tool_choice": "required"}
+        _, rules = prompt_and_rules(running, **forced, reasoning_effort="none")
+        assert rules.thinking is None  # at once
+        assert rules.grammar is not None
+        _, rules = prompt_and_rules(running, **forced)
         assert (rules.thinking.begin, rules.thinking.end) == (begin, END)
         assert rules.thinking.budget is None
         assert rules.grammar is not None

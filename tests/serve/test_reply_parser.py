@@ -261,7 +261,7 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content"), THOUGHTS)
-@pytest.mark.parametrize("start", [Start.POSSIBLE, Start.OPEN])
+@pytest.mark.parametrize("start", [Start.POSSIBLE, Start.OPEN, Start.ENDED])
 @pytest.mark.parametrize("syntax", [None, HERMES])
 def test_reasoning(text, reasoning, content, start, syntax):
     wanted = joined([Reasoning(reasoning), Content(content)])
