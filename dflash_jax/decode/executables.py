@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,23 @@ def compile_programs(
     """
     wanted = [programs.prefill, *dict.fromkeys(programs.verify[width] for width in widths)]
     wanted += [program for program in (programs.extend, programs.draft) if program is not None]
+    compiled = compile_all(wanted, progress, options, say)
+    _return_freed_memory()
+    return Executables(
+        prefill=compiled["prefill"],
+        verify={width: compiled[programs.verify[width].name] for width in widths},
+        extend=compiled.get("extend"),
+        draft=compiled.get("draft"),
+    )
+
+
+def compile_all(
+    wanted: Sequence[Program],
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    options: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Executables by name, compiled or loaded; the arguments are `compile_programs`'."""
     compiled: dict[str, Any] = {}
 
     def compile_one(program: Program) -> tuple[str, Any]:
@@ -67,12 +84,7 @@ def compile_programs(
     finally:
         # Without waiting: after an error or Ctrl-C a running compilation is of no use.
         pool.shutdown(wait=False, cancel_futures=True)
-    return Executables(
-        prefill=compiled["prefill"],
-        verify={width: compiled[programs.verify[width].name] for width in widths},
-        extend=compiled.get("extend"),
-        draft=compiled.get("draft"),
-    )
+    return compiled
 
 
 def _return_freed_memory() -> None:

@@ -15,6 +15,7 @@ from dflash_jax import pricing
 from dflash_jax.checkpoints.drafter import Drafter
 from dflash_jax.decode import selfcheck
 from dflash_jax.decode.attention import Cache
+from dflash_jax.decode.chunk_copies import compile_copies
 from dflash_jax.decode.executables import Executables, compile_programs
 from dflash_jax.decode.programs import (
     DecodeSpec,
@@ -29,6 +30,7 @@ from dflash_jax.decode.programs import (
 )
 from dflash_jax.decode.rows import RowPolicy, row_policy, safest
 from dflash_jax.decode.sampling import GREEDY, SamplingArrays
+from dflash_jax.engine.prompt_cache import MIB, PromptCache
 from dflash_jax.errors import InputError
 from dflash_jax.models.targets import TargetConfig
 from dflash_jax.platform import DETERMINISTIC_OPTIONS
@@ -58,6 +60,7 @@ class Decoder:
     buffers: Buffers | None
     check: selfcheck.SelfCheck
     prices: list[pricing.PriorRow]
+    prompt_cache: PromptCache | None = None
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -90,6 +93,7 @@ def prepare(
     policy: RowPolicy | None = None,
     time_widths: bool = True,
     top_k: int | None = None,
+    prompt_cache_mib: int = 0,
     say: Say = lambda line: None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Decoder:
@@ -102,6 +106,7 @@ def prepare(
       policy: row table; None takes the backend's.
       time_widths: whether to time each width, for the pricing rules.
       top_k: candidates a position, for a drafter without a selector.
+      prompt_cache_mib: most device memory for what prompts have left; 0 keeps nothing.
       say: gets a line about anything that a user should know.
       progress: of compilation.
 
@@ -138,6 +143,10 @@ def prepare(
         raise InputError(f"{problem}: this backend cannot decode exactly")
     if time_widths and drafter is not None and len(wanted) > 1:
         decoder.prices = _timed(decoder)
+    if prompt_cache_mib:
+        copies = compile_copies(decoder.spec, say)
+        chunk = decoder.spec.policy.prefill_chunk
+        decoder.prompt_cache = PromptCache(copies, chunk, prompt_cache_mib * MIB, say)
     return decoder
 
 

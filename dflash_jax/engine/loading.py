@@ -76,8 +76,11 @@ class Models:
         return pricing.LandingModel(prior=self.landing_prior)
 
 
-def load_models(config: ModelConfig) -> Models:
+def load_models(config: ModelConfig, prompt_cache_mib: int = 0) -> Models:
     """Loads the checkpoints.
+
+    Args:
+      prompt_cache_mib: memory that `prepare_models` will be asked to keep prompts in.
 
     Raises:
       InputError: one is missing, damaged, does not fit the other, or not the device's memory.
@@ -92,7 +95,7 @@ def load_models(config: ModelConfig) -> Models:
             drafter = read_config(folder / CONFIG, target.dtype)
             check_target(drafter, target, str(folder))
         free = memory.free_bytes()
-        memory.require_fit(target, drafter, weights, config.context_limit, free)
+        memory.require_fit(target, drafter, weights, config.context_limit, free, prompt_cache_mib)
 
     target = load_target(config.target, weights, accept)
     if not config.drafter:
@@ -125,6 +128,7 @@ def prepare_models(
     widths: Iterable[int] = range(CAP + 1),
     policy: RowPolicy | None = None,
     time_widths: bool = True,
+    prompt_cache_mib: int = 0,
     say: Say = lambda line: None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Decoder:
@@ -139,6 +143,7 @@ def prepare_models(
         widths=widths,
         policy=policy,
         time_widths=time_widths,
+        prompt_cache_mib=prompt_cache_mib,
         say=say,
         progress=progress,
     )

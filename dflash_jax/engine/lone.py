@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,8 @@ class RoundRecord(NamedTuple):
     round_ms: float  # the whole round, from proposals to proposals
     host_ms: float  # of it: grow, price, dispatch
     sample: bool  # whether round_ms says something about the width
+    cached_tokens: int = 0  # of the prompt, that need not be read
+    why: Mapping[str, Any] = {}  # the rule's `explain` of this round's width
 
 
 class _Observation(NamedTuple):
@@ -163,9 +165,14 @@ class Stream:
         chunk = decoder.spec.policy.prefill_chunk
         prompt = np.asarray(self._request.prompt, np.int32)
         self._state = self._state._replace(length=jnp.int32(0))
+        reading = decoder.prompt_cache.read(prompt) if decoder.prompt_cache else None
+        cached = 0
+        if reading is not None:
+            cached = reading.tokens
+            self._state, self._drafter_cache = reading.load(self._state, self._drafter_cache)
         waiting: Any = ()  # reports of the last chunk but one, and of the last
         running: Any = ()
-        for begin in range(0, len(prompt), chunk):
+        for begin in range(cached, len(prompt), chunk):
             # One chunk is enqueued ahead of the one that runs: enough to keep the device busy,
             # and an interruption need not wait for the whole prompt.
             jax.block_until_ready(waiting)
@@ -178,11 +185,14 @@ class Stream:
             )
             self._state, waiting = done.state, running
             running = done.report
-            if self._rule is not None:
+            # A plain stream's prompt may be a drafted one's next time.
+            if self._rule is not None or (reading is not None and decoder.drafter is not None):
                 assert executables.extend is not None
                 self._drafter_cache = executables.extend(
                     decoder.drafter, self._drafter_cache, done.taps, jnp.int32(begin)
                 )
+            if reading is not None:
+                reading.save(begin, self._state, self._drafter_cache)
         self._length = len(prompt)
         done = done._replace(taps=decoder.no_taps)  # the prompt's are in the context already
         report, self._proposals = self._read(done, count=jnp.int32(0))
@@ -190,7 +200,7 @@ class Stream:
         prompt_ms = (time.perf_counter() - start) * 1e3
         nothing_landed = np.zeros(0, bool)
         return RoundRecord(
-            tokens_out, 0, 0, EMPTY, np.zeros(0), nothing_landed, prompt_ms, 0.0, False
+            tokens_out, 0, 0, EMPTY, np.zeros(0), nothing_landed, prompt_ms, 0.0, False, cached
         )
 
     # Rounds ------------------------------------------------------------------------------
@@ -207,7 +217,9 @@ class Stream:
         self._state = done.state
         dispatched = self._dispatch_draft(done, done.report.emitted)
         host_ms = (time.perf_counter() - start) * 1e3
-        self._learn()  # from the round before, while the device works
+        # While the device works:
+        why = self._rule.explain() if self._rule is not None else {}
+        self._learn()  # from the round before
         report, self._proposals = jax.device_get(dispatched)
         round_ms = (time.perf_counter() - start) * 1e3
         count = int(report.emitted)
@@ -216,7 +228,7 @@ class Stream:
         self._to_learn = _Observation(tree, width, context, round_ms, landed, sample, chances)
         emitted = self._emit(report.tokens[:count].tolist())
         return RoundRecord(
-            emitted, context, width, tree, chances, landed, round_ms, host_ms, sample
+            emitted, context, width, tree, chances, landed, round_ms, host_ms, sample, why=why
         )
 
     def _choose(self, context: int) -> tuple[DraftTree, np.ndarray, int]:

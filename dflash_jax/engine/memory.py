@@ -15,6 +15,7 @@ from dflash_jax.checkpoints.drafter import name_table
 from dflash_jax.checkpoints.target import WEIGHTS, parameter_count
 from dflash_jax.decode.programs import DecodeSpec, new_drafter_cache, new_target_state
 from dflash_jax.decode.rows import row_policy
+from dflash_jax.engine.prompt_cache import MIB
 from dflash_jax.errors import InputError
 from dflash_jax.models.dflash2_config import DrafterConfig
 from dflash_jax.models.targets import TargetConfig
@@ -72,8 +73,9 @@ def require_fit(
     weights: str,
     context_limit: int,
     free: int | None,
+    prompt_cache_mib: int = 0,
 ) -> None:
-    """Checks that models and one stream fit.
+    """Checks that models, one stream and the prompt cache fit.
 
     Args:
       weights: one of `target.WEIGHTS`.
@@ -85,14 +87,20 @@ def require_fit(
     if free is None:
         return
 
-    def needed(kind: str, context: int) -> float:
+    prompts = prompt_cache_mib * MIB
+
+    def needed(kind: str, context: int, prompts: int = prompts) -> float:
         state = state_bytes(target, drafter, kind, context)
-        return _WORK * (weight_bytes(target, drafter, kind) + state)
+        return _WORK * (weight_bytes(target, drafter, kind) + state) + prompts
 
     total = needed(weights, context_limit)
     if total <= free:
         return
-    options = [
+    options = []
+    if prompts and needed(weights, context_limit, 0) <= free:
+        most = int((free - needed(weights, context_limit, 0)) // MIB)
+        options.append(f"--prompt_cache_mib={most}")
+    options += [
         f"--config.weights={kind} ({needed(kind, context_limit) / GB:.1f} GB)"
         for kind in WEIGHTS
         if _BYTES[kind] < _BYTES[weights] and needed(kind, context_limit) <= free
@@ -102,9 +110,11 @@ def require_fit(
         shorter //= 2
     if shorter > MAX_ROWS:
         options.append(f"--config.context_limit={shorter} ({needed(weights, shorter) / GB:.1f} GB)")
-    least = min(needed(kind, MAX_ROWS + 1) for kind in WEIGHTS)
+    least = min(needed(kind, MAX_ROWS + 1, 0) for kind in WEIGHTS)
+    cache = f" and {prompt_cache_mib} MiB for prompts" if prompts else ""
     raise InputError(
         f"{weights} weights of {weight_bytes(target, drafter, weights) / GB:.1f} GB and a context "
-        f"of {context_limit} tokens need {total / GB:.1f} GB, but {free / GB:.1f} GB are free: "
+        f"of {context_limit} tokens{cache} need {total / GB:.1f} GB, "
+        f"but {free / GB:.1f} GB are free: "
         + (" or ".join(options) + " would fit" if options else f"{least / GB:.1f} GB is the least")
     )

@@ -203,6 +203,8 @@ class Turns:
 def _renew_buffers(decoder: Decoder) -> None:
     """Buffers of which nobody knows what a failed call has left are not handed on."""
     decoder.buffers = None  # their memory is needed for the new ones
+    if decoder.prompt_cache is not None:
+        decoder.prompt_cache.clear()
     spec = decoder.spec
     cache = new_drafter_cache(spec) if decoder.drafter is not None else None
     decoder.buffers = Buffers(new_target_state(spec), cache)

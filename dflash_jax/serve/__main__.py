@@ -37,6 +37,9 @@ _CORS_ORIGINS = flags.DEFINE_list("cors_origins", [], "Web pages' origins that m
 _MAX_QUEUE = flags.DEFINE_integer("max_queue", 256, "Replies that may wait.")
 _MAX_BODY_BYTES = flags.DEFINE_integer("max_body_bytes", 4 * 2**20, "Of one request.")
 _MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", 0, "0: what the context holds.")
+_PROMPT_CACHE_MIB = flags.DEFINE_integer(
+    "prompt_cache_mib", 512, "Memory for what prompts have left; 0 is off.", lower_bound=0
+)
 _REQUEST_TIMEOUT_S = flags.DEFINE_float("request_timeout_s", 600.0, "Waiting included.")
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "Where to run.")
 
@@ -52,7 +55,7 @@ def load_model(
     """
     from dflash_jax.serve.service import ServedModel
 
-    models = load_models(config)
+    models = load_models(config, _PROMPT_CACHE_MIB.value)
     if models.drafter is None:
         rule = "fixed:0"
     fixed = rule.startswith("fixed:")
@@ -72,6 +75,7 @@ def load_model(
             config.context_limit,
             widths=widths,
             time_widths=not fixed,
+            prompt_cache_mib=_PROMPT_CACHE_MIB.value,
             say=console.print,
             progress=progress,
         )

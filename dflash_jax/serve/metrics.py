@@ -35,6 +35,7 @@ class Metrics:
             name: Counter(f"dflash_{name}", what, registry=self.registry)
             for name, what in (
                 ("prompt_tokens", "Tokens of prompts."),
+                ("cached_tokens", "Of them, those that earlier prompts had left."),
                 ("completion_tokens", "Tokens of replies."),
                 ("drafted", "Nodes verified."),
                 ("accepted", "Nodes that became tokens of a reply."),
@@ -52,9 +53,10 @@ class Metrics:
         self._seconds.labels(path).observe(seconds)
 
     def on_replies(self, replies: Replies) -> None:
-        usage = replies.usage()
+        usage = replies.usage().model_dump()
+        usage.update(usage["prompt_tokens_details"])
         for name, counter in self._tokens.items():
-            counter.inc(getattr(usage, name))
+            counter.inc(usage[name])
         first = replies.first_token_s()
         if first is not None:
             self._first_token.observe(first)

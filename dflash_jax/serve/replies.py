@@ -19,7 +19,12 @@ from dflash_jax.engine.turns import (
 from dflash_jax.serve.errors import INVALID, OVERLOADED, SERVER, ApiError
 from dflash_jax.serve.reply_parser import ReplyParser
 from dflash_jax.serve.reply_parts import Part, joined
-from dflash_jax.serve.responses import CompletionDetails, Timings, Usage
+from dflash_jax.serve.responses import (
+    CompletionDetails,
+    PromptDetails,
+    Timings,
+    Usage,
+)
 from dflash_jax.serve.text import ReplyText
 
 TOOL_CALLS = "tool_calls"
@@ -57,6 +62,7 @@ class Choice:
         self.started = self.first = self.last = 0.0  # perf_counter; 0: not yet
         self.first_tokens = 0  # of the prompt's forward
         self.reasoning_tokens = 0
+        self.cached_tokens = 0  # of the prompt, not read again
         self.ended = False
         self._text = text
         self._parser = parser or ReplyParser()
@@ -86,6 +92,7 @@ class Choice:
         prompt_round = not self.first
         if prompt_round:
             self.first, self.first_tokens = self.last, kept
+            self.cached_tokens = record.cached_tokens
         else:
             self.rounds += 1
             self.drafted += record.width
@@ -218,12 +225,14 @@ class Replies:
     # What is known at the end ------------------------------------------------------------
 
     def usage(self) -> Usage:
-        # A prompt counts once, however many replies it gets.
-        prompts = {id(choice.request.prompt): choice.request.prompt for choice in self.choices}
-        prompt = sum(map(len, prompts.values()))
+        # A prompt counts once, however many replies it gets; as its first reply found it.
+        firsts = {id(choice.request.prompt): choice for choice in reversed(self.choices)}
+        prompt = sum(len(choice.request.prompt) for choice in firsts.values())
+        cached = sum(choice.cached_tokens for choice in firsts.values())
         completion = sum(len(choice.tokens) for choice in self.choices)
         return Usage(
             prompt_tokens=prompt,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached),
             completion_tokens=completion,
             total_tokens=prompt + completion,
             drafted=sum(choice.drafted for choice in self.choices),
@@ -238,7 +247,7 @@ class Replies:
         begun = [choice for choice in self.choices if choice.first]
         prompt_s = sum(choice.first - choice.started for choice in begun)
         decode_s = sum(choice.last - choice.first for choice in begun)
-        prompt = sum(len(choice.request.prompt) for choice in begun)
+        prompt = sum(len(choice.request.prompt) - choice.cached_tokens for choice in begun)
         decoded = sum(len(choice.tokens) - choice.first_tokens for choice in begun)
         rounds = sum(choice.rounds for choice in begun)
         drafted = sum(choice.drafted for choice in begun)

@@ -16,10 +16,17 @@ class CompletionDetails(pydantic.BaseModel):
     reasoning_tokens: int  # the tags around the reasoning included
 
 
+class PromptDetails(pydantic.BaseModel):
+    """Of the prompts' tokens."""
+
+    cached_tokens: int  # known from earlier prompts: not read again
+
+
 class Usage(pydantic.BaseModel):
     """Tokens of a request, all its choices together."""
 
     prompt_tokens: int
+    prompt_tokens_details: PromptDetails
     completion_tokens: int
     total_tokens: int
     drafted: int  # nodes verified
@@ -33,7 +40,7 @@ class Timings(pydantic.BaseModel):
 
     queue_ms: float  # until its first choice's turn came
     prompt_ms: float
-    prompt_tok_s: float | None
+    prompt_tok_s: float | None  # of the tokens that were read
     decode_ms: float
     decode_tok_s: float | None
     tokens_per_round: float | None

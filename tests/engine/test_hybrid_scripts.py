@@ -131,6 +131,15 @@ def test_a_shorter_context_is_offered():
     memory.require_fit(target, None, "float32", 2**18, None)  # not known: not refused
 
 
+def test_the_prompt_cache_is_counted():
+    target = tiny_qwen3_5.CONFIG
+    held = memory.weight_bytes(target, None, "int8") + memory.state_bytes(target, None, "int8", 100)
+    free = int(1.06 * held) + 8 * 2**20
+    memory.require_fit(target, None, "int8", 100, free, prompt_cache_mib=8)
+    with pytest.raises(InputError, match=r"and 30 MiB for prompts need .*--prompt_cache_mib=8 "):
+        memory.require_fit(target, None, "int8", 100, free, prompt_cache_mib=30)
+
+
 def test_a_config_without_a_target_is_refused():
     with pytest.raises(InputError, match=r"give --config\.target="):
         ModelConfig(target="")
