@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.decode.attention import Cache
-from dflash_jax.decode.chunk_copies import ChunkCopies
+from dflash_jax.decode.chunk_copies import ChunkCopies, Rows
 from dflash_jax.decode.programs import TargetState
+from dflash_jax.decode.recurrence import States
 
 MIB = 2**20
 _ROWS, _STATES = "rows", "states"
@@ -75,18 +76,18 @@ class PromptCache:
         self._items.clear()
         self.bytes = 0
 
-    def rows(self, key: bytes) -> Any | None:
-        """`Rows` of a chunk, or None."""
+    def rows(self, key: bytes) -> Rows | None:
+        """Of a chunk; None: not kept."""
         return self._items.get((_ROWS, key))
 
-    def states(self, key: bytes) -> Any | None:
-        """`States` behind a chunk, or None."""
+    def states(self, key: bytes) -> States | None:
+        """Behind a chunk; None: not kept."""
         return self._items.get((_STATES, key))
 
-    def put_rows(self, key: bytes, rows: Any) -> None:
+    def put_rows(self, key: bytes, rows: Rows) -> None:
         self._put((_ROWS, key), rows)
 
-    def put_states(self, key: bytes, states: Any) -> None:
+    def put_states(self, key: bytes, states: States) -> None:
         self._put((_STATES, key), states)
 
     def _put(self, item: tuple[str, bytes], value: Any) -> None:
@@ -141,10 +142,13 @@ class PromptReading:
         caches = (state.cache, drafter_cache)
         for number, key in enumerate(self._hashes[: self._found]):
             rows = self._cache.rows(key)
+            assert rows is not None  # nobody drops any between `read` and here
             caches = copies.load_rows(caches, rows, jnp.int32(number * self._chunk))
         states = state.states
         if self._found and copies.copy_states is not None:
-            states = copies.copy_states(self._cache.states(self._hashes[self._found - 1]))
+            kept = self._cache.states(self._hashes[self._found - 1])
+            assert kept is not None
+            states = copies.copy_states(kept)
         self._cache.touch(self._hashes, self._found)
         length = jnp.int32(self.tokens)
         return state._replace(cache=caches[0], length=length, states=states), caches[1]

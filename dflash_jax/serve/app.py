@@ -67,7 +67,7 @@ def make_app(service: Service, options: Options) -> fastapi.FastAPI:
     )
     app.state.service = service
     app.state.options = options
-    app.state.metrics = Metrics(service.turns)
+    app.state.metrics = Metrics(service)
     # One thread for tokenising: a huge prompt delays other prompts, never the event loop.
     app.state.text_work = anyio.CapacityLimiter(1)
     app.include_router(router)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dflash_jax.engine.turns import Turns
 from dflash_jax.serve.replies import Replies
+from dflash_jax.serve.service import Service
 
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600)
 
@@ -13,7 +13,8 @@ _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180, 600)
 class Metrics:
     """One server's, in a registry of their own."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, service: Service) -> None:
+        turns = service.turns
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "dflash_requests", "Requests.", ["path", "status"], registry=self.registry
@@ -46,6 +47,8 @@ class Metrics:
         waiting.set_function(lambda: turns.waiting)
         running = Gauge("dflash_running", "Replies being decoded.", registry=self.registry)
         running.set_function(lambda: turns.running)
+        cache = Gauge("dflash_prompt_cache_bytes", "Held for prompts.", registry=self.registry)
+        cache.set_function(service.prompt_cache_bytes)
 
     def on_request(self, path: str, status: int, seconds: float) -> None:
         """`path` is a route's, of which there are few."""

@@ -87,6 +87,10 @@ class Service:
             return "stopping"
         return "starting" if self.model is None else "ok"
 
+    def prompt_cache_bytes(self) -> int:
+        cache = self.model.drivers.drafted.decoder.prompt_cache if self.model else None
+        return cache.bytes if cache else 0
+
     def start(self, load: Load, on_failure: Callable[[], None]) -> None:
         """Loads and serves in a thread of its own; `on_failure` is called there."""
 

@@ -210,6 +210,29 @@ def test_usage_and_timings(server):
     assert (plain.usage.drafted, plain.usage.rounds) == (0, usage.completion_tokens - 1)
 
 
+def metric(server, name: str) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def test_cached_tokens(server):
+    prompt = [7, *tiny.prompt_of(2 * tiny.CHUNK, seed=9)]
+    prompt = [token % 256 for token in prompt]
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 5, "temperature": 0}
+    create = server.openai.completions.create
+    before = metric(server, "dflash_cached_tokens_total")
+    first, second = create(**asked, n=2), create(**asked)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens == 2 * tiny.CHUNK
+    assert second.usage.prompt_tokens == first.usage.prompt_tokens == len(prompt)
+    hashes = [choice.token_sha256 for choice in (*first.choices, *second.choices)]
+    assert set(hashes) == {tiny_server.alone(prompt, Sampling(), 5)[2]}
+    *_, last = create(**asked, stream=True, stream_options={"include_usage": True})
+    assert last.usage.prompt_tokens_details.cached_tokens == 2 * tiny.CHUNK
+    assert metric(server, "dflash_cached_tokens_total") == before + 4 * tiny.CHUNK
+    assert metric(server, "dflash_prompt_cache_bytes") > 0
+
+
 def test_the_usage_chunk_comes_when_asked_for(server):
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "temperature": 0}
     create = server.openai.chat.completions.create

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -37,10 +38,19 @@ def tokenizer() -> Tokenizer:
 
 @functools.cache
 def drivers() -> Drivers:
-    decoder = tiny.make_decoder(vocab_size=KNOWN, widths=WIDTHS)
+    decoder = tiny.make_decoder(vocab_size=KNOWN, widths=WIDTHS, prompt_cache_mib=1)
     return Drivers(
         LoneDriver(decoder, rule="renewal", cap=max(WIDTHS)), LoneDriver(decoder, rule="fixed:0")
     )
+
+
+@functools.cache
+def lone_driver() -> LoneDriver:
+    """Plain, with buffers of its own and no prompt cache."""
+    decoder = drivers().plain.decoder
+    buffers = tiny.new_buffers(decoder.spec)
+    alone = dataclasses.replace(decoder, buffers=buffers, prompt_cache=None)
+    return LoneDriver(alone, rule="fixed:0")
 
 
 class Slow:
@@ -118,5 +128,5 @@ def running(load=None, slow: float = 0, **options) -> Iterator[Running]:
 def alone(prompt, sampling, max_tokens: int, **request) -> tuple[str, str, str]:
     """(text, finish reason, token_sha256) as scripts/decode.py has them: plain decoding."""
     wanted = Request(tuple(prompt), sampling, max_tokens, STOP_TOKENS, **request)
-    tokens, reason, _ = tiny.decode(drivers().plain, wanted)
+    tokens, reason, _ = tiny.decode(lone_driver(), wanted)
     return tokenizer().decode(tokens), reason, token_sha256(tokens)
