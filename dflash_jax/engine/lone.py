@@ -23,6 +23,7 @@ from dflash_jax.tree.lattice import Proposals
 from dflash_jax.tree.masks import MAX_ROWS, window_array
 
 STOP, LENGTH = "stop", "length"
+PLAIN = "fixed:0"  # the rule that drafts nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Stream:
         self._decoder.buffers = Buffers(self._state, self._drafter_cache)
         if self._rule is not None:
             self._learn()
-            self._driver.calibration = self._rule.keep()
+            self._driver.keep(self._rule)
 
     @property
     def proposals(self) -> Proposals | None:
@@ -325,17 +326,54 @@ class LoneDriver:
           InputError: an unknown rule, or one that drafts without a drafter.
         """
         self.decoder = decoder
-        self.rule = rule
         self.cap = cap
         self.landing = landing or pricing.LandingModel()
-        self.calibration: Any = None  # the rule's record, by band; seeds the next stream
-        self.plain = rule == "fixed:0"
-        self._make_rule()  # an unknown name is an error now, not at the first stream
-        if not self.plain and decoder.drafter is None:
-            raise InputError(f"rule {rule}: no drafter is loaded; give one, or --width=0")
+        self._calibrations: dict[str, Any] = {}  # by rule
+        self.switch(rule)
 
-    def _make_rule(self) -> pricing.Rule:
-        return pricing.make_rule(self.rule, cap=self.cap, prior=self.decoder.prices or None)
+    @property
+    def plain(self) -> bool:
+        return self.rule == PLAIN
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Those that a rule may choose."""
+        return tuple(width for width in self.decoder.widths if width <= self.cap)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Those that `switch` takes."""
+        return pricing.RULES if self.decoder.drafter is not None else (PLAIN,)
+
+    @property
+    def calibration(self) -> Any:
+        """What the present rule keeps, by band; seeds the next stream."""
+        return self._calibrations.get(self.rule)
+
+    def switch(self, rule: str) -> None:
+        """Another rule, from the next stream on; the others' calibrations wait for their return.
+
+        Any thread may call it while streams run.
+
+        Raises:
+          InputError: an unknown rule, one that drafts without a drafter, or a fixed width that is
+            not compiled.
+        """
+        self._make_rule(rule)  # an unknown name is an error now, not at the next stream
+        if rule != PLAIN and self.decoder.drafter is None:
+            raise InputError(f"rule {rule}: no drafter is loaded; give one, or --width=0")
+        kind, _, width = rule.partition(":")
+        if kind == "fixed" and int(width) not in self.decoder.widths:
+            compiled = ", ".join(map(str, self.decoder.widths))
+            raise InputError(f"rule {rule}: compiled are the widths {compiled}")
+        self.rule = rule
+
+    def keep(self, rule: pricing.Rule) -> None:
+        """Keeps what a stream's rule has learned."""
+        self._calibrations[rule.name] = rule.keep()
+
+    def _make_rule(self, name: str) -> pricing.Rule:
+        return pricing.make_rule(name, cap=self.cap, prior=self.decoder.prices or None)
 
     def stream(self, request: Request) -> Stream:
         """Opens a stream; the decoder's only one until it is closed.
@@ -347,10 +385,11 @@ class LoneDriver:
 
     def new_rule(self) -> pricing.Rule | None:
         """A rule for the next stream, with what the last ones have taught; None when plain."""
-        if self.plain:
+        name = self.rule  # once: another thread may switch it
+        if name == PLAIN:
             return None
-        rule = self._make_rule()
-        rule.seed(self.calibration)
+        rule = self._make_rule(name)
+        rule.seed(self._calibrations.get(name))
         return rule
 
 

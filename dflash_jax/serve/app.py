@@ -24,7 +24,7 @@ from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import Request as EngineRequest
 from dflash_jax.engine.rules import NO_RULES
 from dflash_jax.errors import InputError
-from dflash_jax.serve import chats, errors, responses, shapes
+from dflash_jax.serve import chats, errors, page, responses, shapes
 from dflash_jax.serve.chat_requests import ChatRequest, TokenizeRequest
 from dflash_jax.serve.errors import OVERLOADED, ApiError, ErrorReply
 from dflash_jax.serve.metrics import Metrics
@@ -36,6 +36,7 @@ from dflash_jax.serve.requests import (
     CompletionRequest,
     DetokenizeRequest,
     Generation,
+    RuleRequest,
 )
 from dflash_jax.serve.service import Options, ServedModel, Service
 from dflash_jax.serve.text import ReplyText
@@ -71,6 +72,7 @@ def make_app(service: Service, options: Options) -> fastapi.FastAPI:
     # One thread for tokenising: a huge prompt delays other prompts, never the event loop.
     app.state.text_work = anyio.CapacityLimiter(1)
     app.include_router(router)
+    app.include_router(page.router)
     app.add_exception_handler(ApiError, errors.on_api_error)
     app.add_exception_handler(RequestValidationError, errors.on_invalid)
     app.add_exception_handler(HTTPException, errors.on_http_error)
@@ -157,6 +159,35 @@ def _named(request: Request, name: str | None) -> ServedModel:
             code="model_not_found",
         )
     return model
+
+
+@router.get("/rule")
+async def rule(request: Request) -> responses.RuleState:
+    """How many nodes are verified, and what the start measured."""
+    return _rule_state(ready_model(request))
+
+
+@router.put("/rule")
+async def switch_rule(body: RuleRequest, request: Request) -> responses.RuleState:
+    """Another rule, from the next reply on: of all clients, whose tokens stay the same."""
+    model = ready_model(request)
+    try:
+        model.drivers.drafted.switch(body.rule)
+    except InputError as error:
+        raise ApiError(400, str(error), param="rule", code="invalid_value") from error
+    request.state.facts["rule"] = body.rule
+    return _rule_state(model)
+
+
+def _rule_state(model: ServedModel) -> responses.RuleState:
+    driver = model.drivers.drafted
+    prices = [
+        responses.Price(width=width, context_length=context, ms=ms)
+        for width, context, ms in driver.decoder.prices
+    ]
+    return responses.RuleState(
+        rule=driver.rule, rules=list(driver.rules), widths=list(driver.widths), prices=prices
+    )
 
 
 # Text and tokens ---------------------------------------------------------------------------
@@ -315,7 +346,7 @@ def _choices(
             shown = () if chat is None else chats.TAGS
             text = ReplyText(model.tokenizer, body.stops, shown)
             parser = None if chat is None else chat.parser()
-            choices.append(Choice(len(choices), wanted, text, parser))
+            choices.append(Choice(len(choices), wanted, text, parser, body.include_rounds))
     return choices
 
 

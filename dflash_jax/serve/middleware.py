@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dflash_jax.serve import page
 from dflash_jax.serve.errors import SERVER, ApiError
 from dflash_jax.serve.logs import log_request
 from dflash_jax.serve.metrics import Metrics
@@ -21,6 +22,7 @@ from dflash_jax.serve.metrics import Metrics
 _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 UNKNOWN_PATH = "other"
+_OPEN = ("/health", page.PATH)  # without a key
 
 
 class Facts:
@@ -72,14 +74,14 @@ class Facts:
 
 
 class ApiKey:
-    """Refuses requests without the key. /health needs none."""
+    """Refuses requests without the key. /health and the page need none."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health" and not self._right(scope):
+        if scope["type"] == "http" and scope["path"] not in _OPEN and not self._right(scope):
             refusal = ApiError(
                 401,
                 "a wrong API key, or none: send Authorization: Bearer KEY",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from dflash_jax.engine.lone import LENGTH, STOP, Request, RoundRecord, token_sha256
 from dflash_jax.engine.turns import (
@@ -22,6 +22,8 @@ from dflash_jax.serve.reply_parts import Part, joined
 from dflash_jax.serve.responses import (
     CompletionDetails,
     PromptDetails,
+    Round,
+    RoundPiece,
     Timings,
     Usage,
 )
@@ -38,6 +40,7 @@ class Piece:
     parts: Sequence[Part]
     finish_reason: str | None = None
     error: ApiError | None = None
+    round: Round | None = None  # if asked for
 
 
 class ClientGoneError(Exception):
@@ -51,9 +54,18 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, request: Request, text: ReplyText, parser: ReplyParser | None = None
+        self,
+        index: int,
+        request: Request,
+        text: ReplyText,
+        parser: ReplyParser | None = None,
+        rounds_too: bool = False,
     ) -> None:
-        """`parser`: reads what the text consists of; left out, it is content."""
+        """
+        Args:
+          parser: reads what the text consists of; left out, it is content.
+          rounds_too: every round is a piece that says how its tokens came.
+        """
         self.index = index
         self.request = request
         self.tokens: list[int] = []  # up to the one that completed a stop string
@@ -66,6 +78,7 @@ class Choice:
         self.ended = False
         self._text = text
         self._parser = parser or ReplyParser()
+        self._rounds_too = rounds_too
         self.post: Callable[[Piece], None] = lambda piece: None
 
     @property
@@ -80,13 +93,14 @@ class Choice:
         self.started = time.perf_counter()
 
     def on_round(self, record: RoundRecord) -> bool:
-        kept = 0
+        texts: list[str] = []
         parts: list[Part] = []
         for token in record.tokens:
-            kept += 1
-            parts += self._push(token)
+            texts.append(self._text.push(token))
+            parts += self._parsed(texts[-1])
             if self._complete:
                 break
+        kept = len(texts)
         self.tokens += record.tokens[:kept]
         self.last = time.perf_counter()
         prompt_round = not self.first
@@ -97,8 +111,10 @@ class Choice:
             self.rounds += 1
             self.drafted += record.width
             self.accepted += min(kept, int(record.landed.sum()))
-        if parts or prompt_round:  # the first bytes of a stream go out with the first token
-            self.post(Piece(self.index, joined(parts)))
+        told = _round(record, texts) if self._rounds_too else None
+        # The first bytes of a stream go out with the first token.
+        if parts or prompt_round or told:
+            self.post(Piece(self.index, joined(parts), round=told))
         return not self._complete
 
     @property
@@ -106,9 +122,10 @@ class Choice:
         """Whether the reply ends here, whatever the driver would go on with."""
         return self._text.stopped or self._parser.done
 
-    def _push(self, token: int) -> Sequence[Part]:
+    def _parsed(self, text: str) -> Sequence[Part]:
+        """The parts of one token's text."""
         thought = self._parser.reasoning
-        parts = self._parser.push(self._text.push(token))
+        parts = self._parser.push(text)
         self.reasoning_tokens += thought or self._parser.reasoning
         return parts
 
@@ -127,6 +144,23 @@ class Choice:
             error = ApiError(500, "decoding failed: see the server's log", SERVER)
         self.ended = True
         self.post(Piece(self.index, parts, self.finish_reason or STOP, error))
+
+
+def _round(record: RoundRecord, texts: Sequence[str]) -> Round:
+    landed = int(record.landed.sum())  # drafted tokens come before the target's own
+    prices = record.why.get("prices_ms")
+    if isinstance(prices, Mapping):
+        prices = [prices.get(width) for width in range(max(prices, default=-1) + 1)]
+    return Round(
+        context_length=record.context_length,
+        width=record.width,
+        round_ms=round(record.round_ms, 3),
+        pieces=[
+            RoundPiece(token=token, text=text, drafted=number < landed)
+            for number, (token, text) in enumerate(zip(record.tokens, texts, strict=False))
+        ],
+        prices_ms=prices and [ms and round(ms, 3) for ms in prices],
+    )
 
 
 class Replies:

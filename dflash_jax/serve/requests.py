@@ -98,6 +98,9 @@ class StreamOptions(Body):
 
     not_here: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
+    include_rounds: bool | None = Field(
+        None, description="Each round's tokens, width and prices, as `round` in a chunk's choice."
+    )
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -135,6 +138,10 @@ class Generation(Body):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def include_rounds(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_rounds)
+
     @pydantic.model_validator(mode="after")
     def _options_of_a_stream(self) -> Generation:
         if self.stream_options is not None and not self.stream:
@@ -167,6 +174,12 @@ class CompletionRequest(Generation):
         prompt: Any = self.prompt
         one = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if one else prompt
+
+
+class RuleRequest(Body):
+    """Of PUT /rule."""
+
+    rule: Annotated[str, Field(min_length=1, max_length=40)]
 
 
 class DetokenizeRequest(Body):

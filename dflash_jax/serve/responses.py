@@ -102,6 +102,41 @@ class ChatCompletion(_Reply):
     timings: Timings
 
 
+class RoundPiece(pydantic.BaseModel):
+    """A token of a reply, and the text that it released: none while a character is incomplete."""
+
+    token: int
+    text: str
+    drafted: bool  # a node that landed; else the target's own pick
+
+
+class Round(pydantic.BaseModel):
+    """What one round gave."""
+
+    context_length: int  # committed tokens before the anchor; 0: the prompt's forward
+    width: int  # nodes verified
+    round_ms: float
+    pieces: list[RoundPiece]
+    prices_ms: list[float | None] | None  # of width 0, 1, …, if the rule knows any
+
+
+class Price(pydantic.BaseModel):
+    """A round's time as the start measured it."""
+
+    width: int
+    context_length: int
+    ms: float
+
+
+class RuleState(pydantic.BaseModel):
+    """How widths are chosen."""
+
+    rule: str
+    rules: list[str]  # that may be given; P is a percentage, K one of the widths
+    widths: list[int]  # that are compiled
+    prices: list[Price]
+
+
 class ModelCard(pydantic.BaseModel):
     id: str
     object: Literal["model"] = "model"

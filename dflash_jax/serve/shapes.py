@@ -58,7 +58,7 @@ class Shape:
     whole_choice: Callable[..., Any]
     opening: dict[str, Any] | None  # of a choice's first chunk
     part: Callable[[Part], dict[str, Any]]  # of a choice's chunk
-    closing: dict[str, Any]  # of a choice's last chunk
+    closing: dict[str, Any]  # of a chunk without text, such as the last
 
     def whole(self, head: Head, replies: Replies, parts: dict[int, list[Part]]) -> str:
         """The body of a reply that is not streamed."""
@@ -105,6 +105,9 @@ class Chunks:
                 yield self._chunk(piece.index, shape.opening)
         for part in piece.parts:
             yield self._chunk(piece.index, shape.part(part))
+        if piece.round is not None:
+            fields = {**shape.closing, "round": piece.round.model_dump()}
+            yield self._chunk(piece.index, fields)
         if piece.finish_reason is not None:
             choice = self._replies.choices[piece.index]
             yield self._chunk(piece.index, {**shape.closing, **_last_facts(choice)})

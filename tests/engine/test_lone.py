@@ -89,6 +89,8 @@ def check_record(record) -> None:
 class Spy:
     """A rule that verifies three nodes and writes down what it is told."""
 
+    name = "fixed:3"
+
     def __init__(self) -> None:
         self.told: list[dict] = []
 
@@ -102,13 +104,16 @@ class Spy:
     def keep(self):
         return len(self.told)
 
+    def explain(self):
+        return {"told": len(self.told)}
+
     def seed(self, calibration) -> None:
         pass
 
 
 def test_the_rule_learns_each_round_once_with_its_own_chances(monkeypatch):
     driver, spy = LoneDriver(tiny.decoder(), rule="fixed:3"), Spy()
-    monkeypatch.setattr(driver, "_make_rule", lambda: spy)
+    monkeypatch.setattr(driver, "_make_rule", lambda name: spy)
     _, _, records = tiny.decode(driver, Request(tiny.prompt_of(33), GREEDY, 12))
     assert driver.calibration == len(records) - 1  # the last one is learned before the rule is kept
     for told, record in zip(spy.told, records[1:], strict=True):
@@ -118,6 +123,46 @@ def test_the_rule_learns_each_round_once_with_its_own_chances(monkeypatch):
         assert told["sample"] is record.sample
         np.testing.assert_array_equal(told["chances"], record.chances)
         np.testing.assert_array_equal(told["landed"], record.landed)
+    # A round is learned while the next one runs: its reasons are from before.
+    assert [record.why["told"] for record in records[1:]] == [0, *range(len(records) - 2)]
+
+
+def test_a_switched_rule_serves_the_next_stream_and_keeps_its_own_calibration():
+    driver = LoneDriver(tiny.decoder(), rule="renewal")
+    request = Request(tiny.prompt_of(33), GREEDY, 24)
+    with driver.stream(request) as stream:
+        rounds = stream.rounds()
+        next(rounds)
+        next(rounds)
+        driver.switch("fixed:5")
+        assert {record.why["rule"] for record in rounds} == {"renewal"}
+    assert stream.tokens == tiny.plain(33, GREEDY, 24)[0]
+    assert driver.calibration is None  # the new rule has learned nothing yet
+    tokens, _, records = tiny.decode(driver, request)
+    assert tokens == stream.tokens
+    assert {record.width for record in records[1:]} == {5}
+    driver.switch("fixed:0")
+    assert (driver.plain, {record.width for record in tiny.decode(driver, request)[2]}) == (
+        True,
+        {0},
+    )
+    driver.switch("renewal")
+    assert driver.calibration["rule"] == "renewal"
+    assert tiny.decode(driver, request)[0] == stream.tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [("best", "unknown rule"), ("fixed:2", "widths 0, 5"), ("fixed:16", "fixed:15")],
+)
+def test_a_rule_that_cannot_be_is_refused_and_the_old_one_stays(rule, says):
+    executables = tiny.decoder().executables
+    few = {width: executables.verify[width] for width in (0, 5)}
+    decoder = dataclasses.replace(tiny.decoder(), executables=executables._replace(verify=few))
+    driver = LoneDriver(decoder, rule="fixed:5")
+    with pytest.raises(InputError, match=says):
+        driver.switch(rule)
+    assert (driver.rule, driver.widths) == ("fixed:5", (0, 5))
 
 
 @pytest.mark.filterwarnings("error")

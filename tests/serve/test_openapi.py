@@ -32,6 +32,9 @@ class Short:
     def __init__(self, driver) -> None:
         self._driver = driver
 
+    def __getattr__(self, name: str):
+        return getattr(self._driver, name)
+
     def stream(self, request: Request):
         short = dataclasses.replace(request, max_tokens=min(request.max_tokens, 3))
         return self._driver.stream(short)

@@ -58,7 +58,9 @@ class Slow:
 
     def __init__(self, driver: LoneDriver, seconds: float) -> None:
         self.driver, self.seconds = driver, seconds
-        self.decoder = driver.decoder
+
+    def __getattr__(self, name: str):
+        return getattr(self.driver, name)
 
     def stream(self, request: Request):
         stream = self.driver.stream(request)
