@@ -45,7 +45,6 @@ def compile_programs(
     wanted = [programs.prefill, *dict.fromkeys(programs.verify[width] for width in widths)]
     wanted += [program for program in (programs.extend, programs.draft) if program is not None]
     compiled = compile_all(wanted, progress, options, say)
-    _return_freed_memory()
     return Executables(
         prefill=compiled["prefill"],
         verify={width: compiled[programs.verify[width].name] for width in widths},

@@ -47,7 +47,7 @@ def cached(driver: LoneDriver, prompt) -> int:
 
 
 def after_prompt(driver: LoneDriver, request: Request) -> dict[str, Any]:
-    """What stands behind a prompt: the reply's first token, the lattice, committed rows, states."""
+    """Behind a prompt: the reply's first token, the proposals, committed rows, states."""
     with driver.stream(request) as stream:
         first = next(stream.rounds())
     buffers, size = driver.decoder.buffers, len(request.prompt)
@@ -59,7 +59,7 @@ def after_prompt(driver: LoneDriver, request: Request) -> dict[str, Any]:
     }
     if not driver.plain:
         kept["drafter"] = [rows[:, :, :size] for rows in buffers.drafter_cache]
-        kept["lattice"] = stream.lattice
+        kept["proposals"] = stream.proposals
     return jax.device_get(kept)
 
 
