@@ -137,7 +137,8 @@ class Scripted:
         self.finish_reason = None
         context = 0
         for landed, own in self._rounds:
-            tokens = tuple((landed + own).encode())
+            encode = tiny_server.tokenizer().encode
+            tokens = tuple(token for character in landed + own for token in encode(character))
             flags = np.ones(len(landed), bool)
             why = {"prices_ms": [20.0, 21.0, 22.0, 24.0]} if context else {}
             yield RoundRecord(
@@ -161,8 +162,9 @@ def test_a_chat_by_keyboard_alone(chromium):
         page.set("temperature", "0")
         page.set("max-tokens", "30")
         page.say("hello")
-        page.press("wor", Keys.SHIFT + Keys.ENTER)
-        page.press(Keys.NULL)
+        page.press("wor")
+        keys = webdriver.ActionChains(page.driver)
+        keys.key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
         page.say("ld")
         chat = page.messages()
         assert [turn["role"] for turn in chat] == ["user", "assistant"] * 2
