@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
+from hypothesis import strategies
 
 from dflash_jax.engine.grammars import Grammar, GrammarVocabulary
 from dflash_jax.errors import InputError
 from dflash_jax.serve.call_grammar import call_grammar
 from dflash_jax.serve.call_reader import Syntax
+from dflash_jax.serve.reply_parser import ReplyParser, Start
 from tests.serve import templates
 from tests.serve.test_reply_parser import HERMES, XML, hermes, xml
 
@@ -132,24 +135,52 @@ def test_what_the_xml_form_cannot_enforce(schema, says):
     assert says in str(raised.value)
 
 
-@pytest.mark.parametrize("syntax", Syntax)
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {
-            "properties": {"a": 5, "b": True, "c": {"type": 7, "enum": "x", "anyOf": {}}},
-            "required": 1,
-        },
-        {"properties": {"a": {"type": ["string", {}], "minLength": "x"}}, "$defs": 3},
-    ],
+KEYWORDS = [
+    *(
+        "type",
+        "properties",
+        "required",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "$ref",
+        "$defs",
+    ),
+    *("minLength", "maxLength", "pattern", "items", "a"),
+]
+values = strategies.recursive(
+    strategies.sampled_from(
+        [None, True, -1, 2, 0.5, "string", "object", "a", "#/$defs/a", "(", {}]
+    ),
+    lambda inner: (
+        strategies.lists(inner, max_size=3)
+        | strategies.dictionaries(strategies.sampled_from(KEYWORDS), inner, max_size=3)
+    ),
+    max_leaves=8,
 )
-def test_odd_schemas_are_taken_or_refused(schema, syntax):
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(
+    strategies.dictionaries(strategies.sampled_from(KEYWORDS), values, max_size=4),
+    strategies.dictionaries(strategies.sampled_from(["a", "b"]), values, max_size=2),
+    strategies.sampled_from(Syntax),
+)
+def test_odd_schemas_are_taken_or_refused(schema, properties, syntax):
+    schema = {**schema, "type": "object", "properties": properties}
     tokenizer = templates.tokenizer(templates.PLAIN)
+    said = ""
     try:
-        text = call_grammar(syntax, {"f": schema}, tokenizer, several=True)
+        text = call_grammar(syntax, {"weather": schema}, tokenizer, several=True)
         Grammar(text, GrammarVocabulary(tokenizer, [STOP]))
     except InputError as error:
         said = str(error)
-    else:
-        said = ""
     assert len(said) < 1000
+    # And calls are read whatever the schema says of their types.
+    parser = ReplyParser(Start.NEVER, syntax, {"weather": schema})
+    written = hermes() if syntax is HERMES else xml(a="5", b="x")
+    parser.push(written)
+    assert parser.whole
+    assert parser.calls == 1

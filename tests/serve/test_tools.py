@@ -379,3 +379,19 @@ def test_refusals(hermes_server, name):
     error = reply.json()["error"]
     assert says in error["message"]
     assert param is None or error["param"] == param
+
+
+@pytest.mark.parametrize("depth", [100, 480, 980])
+def test_deep_arguments_and_schemas_are_no_error_of_ours(hermes_server, depth):
+    server, script = hermes_server
+    script.says("Hello")
+    deep = '{"properties":' * depth + "{}" + "}" * depth
+    call = {**CALL, "function": {"name": "clock", "arguments": deep}}
+    tool = f'{{"type": "function", "function": {{"name": "a", "parameters": {deep}}}}}'
+    for body in (
+        json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]}),
+        f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tool}]}}',
+    ):
+        headers = {"Content-Type": "application/json"}
+        reply = server.http.post("/v1/chat/completions", content=body, headers=headers)
+        assert reply.status_code in (200, 400)
