@@ -40,15 +40,14 @@ CONTEXT_TILT = 0.05  # doubt of the tilt for each doubling of the context away f
 BLIND_SLOPE = 0.04  # without any prior: a row costs this share of a round,
 BLIND_TILT = 2.0  # or not at all like that (std at the cap, relative to the round)
 NOISE_START = 0.05  # timing noise of served rounds, relative, at least; then learned,
-NOISE_RATE = 0.05  # by steps of this share
+NOISE_RATE = 0.03  # by steps of this share
 WARMUP_NOISES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15)  # the candidates for the warm-up's
 NOISE_RANGE = (0.005, 0.3)
 CLIP = 2.5  # a residual beyond this many sigmas counts for less, the less the further
-JUMP_WINDOW = 6  # rounds over which the clipped residuals are averaged:
-JUMP_MEAN = 1.5  # white noise hardly ever reaches this mean (4 stds); a changed price soon does
+JUMP_WINDOW = 10  # rounds over which the clipped residuals are averaged:
+JUMP_MEAN = 1.3  # white noise hardly ever reaches this mean (4 stds); a changed price soon does
 JUMP_CLIP = 2.0  # so that an outlier or two are no jump
-JUMP_SCALE = 0.3  # after a jump the scale and the tilt are in doubt by so much
-JUMP_TILT = 0.6
+JUMP_TILT = 0.6  # after a jump the tilt is in doubt by so much, the scale as after a warm-up
 
 
 @dataclasses.dataclass
@@ -214,7 +213,7 @@ class CostModel:
         self._drift = (
             DRIFT_SCALE**2 + DRIFT_TILT**2 * np.outer(tilt, tilt) + DRIFT_SHAPE**2 * self._shape
         )
-        self._jump = JUMP_SCALE**2 + JUMP_TILT**2 * np.outer(tilt, tilt)
+        self._jump = SCALE_DOUBT**2 + JUMP_TILT**2 * np.outer(tilt, tilt)
         self._jump += self._shape
         self.m = np.ones(self.cap + 1)
         self.at = context_length
@@ -308,7 +307,7 @@ class CostModel:
         window.append(z)
         if len(window) > JUMP_WINDOW:
             window.pop(0)
-        if len(window) < 3 or abs(sum(window)) <= JUMP_MEAN * JUMP_WINDOW:
+        if abs(sum(window)) <= JUMP_MEAN * JUMP_WINDOW:
             return False
         scale = float(self.m[0])
         self.cov += self._jump * scale * scale

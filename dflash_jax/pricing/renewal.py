@@ -25,7 +25,7 @@ SURE_MOST = 0.03  # but never more than so much of the price: ignorance is no re
 SURE = 1.0  # stds of doubt up to which a price is taken to equal the usual width's
 JUMP_MEMORY = 0.05  # how much of λ's memory a jump of the prices leaves
 PROBES = 4  # most rounds spent on timing other widths when prices are unknown or have jumped,
-PROBE_DOUBT = 0.15  # as long as the extra price is in more doubt than this (relative std)
+PROBE_STDS = 2.0  # each only if a price lower by so many stds would make it the better width
 
 
 def best_width(expected: np.ndarray, prices: np.ndarray, rate: float) -> int:
@@ -66,7 +66,7 @@ class Renewal(Rule):
         rate = self._tokens / float(self._widths @ full)
         w = best_width(expected, self._believed(full)[: n + 1], rate)
         if self._probes:
-            w = self._probe(w, n)
+            w = self._probe(w, n, full, rate)
         self._why = (w, rate, full, expected)
         return w
 
@@ -81,13 +81,14 @@ class Renewal(Rule):
         added *= 1.0 - luck / (size * size)
         return added + usual
 
-    def _probe(self, width: int, n: int) -> int:
-        """A width well above or below `width`, whichever's price is in more doubt; or `width`."""
+    def _probe(self, width: int, n: int, prices: np.ndarray, rate: float) -> int:
+        """A width well above or below `width` that is better if its price is luckily low; or it."""
         wide = min(max(2 * width, width + self.limits.tile), n)
-        narrow = max(width // 2, self.limits.least, 1)
-        doubt = self.cost.doubt(width)
-        probe = max((wide, narrow), key=lambda w: float(doubt[w]))
-        if doubt[probe] < PROBE_DOUBT or probe == width:
+        narrow = min(max(width // 2, self.limits.least, 1), n)
+        gain = self._expected - rate * prices
+        hope = gain + PROBE_STDS * rate * prices[width] * self.cost.doubt(width)
+        probe = max((wide, narrow), key=lambda w: float(hope[w]))
+        if hope[probe] <= gain[width] or probe == width:
             return width
         self._probes -= 1
         return probe

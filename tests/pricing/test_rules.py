@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.errors import InputError
 from dflash_jax.pricing import Rule, make_rule
-from dflash_jax.pricing.renewal import best_width
+from dflash_jax.pricing.renewal import PROBES, best_width
 
 NAMES = ("renewal", "ratio", "band:5", "tiers", "fixed:3", "fixed:0")
 
@@ -256,6 +256,33 @@ def test_equal_rounds_do_not_make_the_width_flip():
         widths.append(width)
     flips = np.count_nonzero(np.diff(widths[50:]))
     assert flips <= 12  # a drift of the belief now and then, not a flicker
+
+
+def test_rows_that_got_cheap_are_found_and_probes_are_few():
+    """A row falls from 7 ms to 1 ms: narrow rounds alone cannot tell that from a faster card."""
+    for seed in range(8):
+        rule = make_rule("renewal", prior=linear_prior(49.5, 7.0))
+        before, after = [], []
+        play(rule, 60, lambda w: 49.5 + 7.0 * w, seed, noise=0.1, record=before)
+        jumps = rule.cost.jumps
+        play(rule, 90, lambda w: 50.0 + 1.0 * w, seed + 100, noise=0.1, record=after)
+        assert np.mean(before[20:]) < 6.5
+        assert np.mean(after[50:]) > 7.0
+        assert rule.cost.jumps > jumps
+        assert 0 <= rule._probes <= PROBES
+
+
+def test_prices_that_are_known_are_not_probed():
+    """Every width is the best by what is believed; a warm-up leaves nothing to explore."""
+    rule = make_rule("renewal", prior=linear_prior(node=3.0))
+    rng = np.random.default_rng(0)
+    for t in range(100):
+        width = rule.choose(np.cumprod(rng.uniform(0.6, 1.0, 15)), 1000)
+        why = rule.explain()
+        prices = rule._believed(np.array(why["prices_ms"]))
+        assert width == best_width(np.array(why["expected_tokens"]), prices, why["tokens_per_ms"])
+        ms = (35.0 + 3.0 * width) * (1.0 + 0.03 * rng.standard_normal())
+        rule.observe(width=width, context_length=1000, round_ms=ms, landed=np.arange(width) < t % 5)
 
 
 def test_choosing_and_learning_stay_few_calls():
