@@ -130,7 +130,8 @@ class Choice:
         return parts
 
     def on_end(self, ending: Ending, finish_reason: str | None) -> None:
-        parts = joined([*self._parser.push(self._text.finish()), *self._parser.finish()])
+        cut = self._text.stopped or ending is not Ending.FINISHED or finish_reason != STOP
+        parts = joined([*self._parser.push(self._text.finish()), *self._parser.finish(cut)])
         error = None
         if ending is Ending.FINISHED:
             self.finish_reason = STOP if self._complete else finish_reason

@@ -69,9 +69,14 @@ class ReplyParser:
         self._scanner.feed(text)
         return self._advance()
 
-    def finish(self) -> Sequence[Part]:
-        """The rest, at the end of the reply."""
+    def finish(self, cut: bool = False) -> Sequence[Part]:
+        """The rest, at the end of the reply.
+
+        Of a reply that was `cut`, by a budget or a stop string, what may have been the beginning of
+        a tag or of a call is left out: it is no content.
+        """
         self._scanner.ended = True
+        self._scanner.cut = cut
         return self._advance()
 
     def _advance(self) -> Sequence[Part]:
@@ -97,7 +102,12 @@ class ReplyParser:
     def _call(self, reader: CallReader, content: Trimmed) -> Waiting[None]:
         """Calls, with content around them."""
         while (yield from self._scanner.pass_until(OPEN, content.push)):
+            undecided = not self._scanner.ended
             if not (yield from reader.read()):
+                if undecided and self._scanner.cut:
+                    self._scanner.text = ""
+                    content.restart()
+                    return
                 content.push(OPEN)  # no call after all, and nothing is lost
                 continue
             content.restart()

@@ -19,6 +19,7 @@ class Scanner:
     def __init__(self) -> None:
         self.text = ""
         self.ended = False  # no more will come
+        self.cut = False  # though more was to come
 
     def feed(self, text: str) -> None:
         self.text += text
@@ -38,19 +39,24 @@ class Scanner:
             yield
 
     def pass_until(self, marker: str, emit: Callable[[str], object]) -> Waiting[bool]:
-        """Hands on what is before the marker, which is read too; whether it came."""
+        """Hands on what is before the marker, which is read too; whether it came.
+
+        The beginning of a marker at the end of a text that was cut is not handed on.
+        """
         while True:
             before, found, after = self.text.partition(marker)
             if found:
                 self.text = after
                 emit(before)
                 return True
-            kept = 0 if self.ended else beginning_of(marker, self.text)
+            whole = self.ended and not self.cut
+            kept = 0 if whole else beginning_of(marker, self.text)
             passed = len(self.text) - kept
             if passed:
                 emit(self.text[:passed])
                 self.drop(passed)
             if self.ended:
+                self.text = ""
                 return False
             yield
 

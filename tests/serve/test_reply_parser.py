@@ -30,13 +30,17 @@ HERMES, XML = Syntax.HERMES, Syntax.QWEN_XML
 
 
 def parse(
-    pieces: list[str], syntax: Syntax | None = HERMES, start: Start = Start.NEVER, **settings
+    pieces: list[str],
+    syntax: Syntax | None = HERMES,
+    start: Start = Start.NEVER,
+    cut: bool = False,
+    **settings,
 ) -> tuple[list[Part], ReplyParser]:
     parser = ReplyParser(start, syntax, FUNCTIONS, **settings)
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
-    return joined([*parts, *parser.finish()]), parser
+    return joined([*parts, *parser.finish(cut)]), parser
 
 
 def call(name: str, arguments: str, index: int = 0) -> list[Part]:
@@ -234,6 +238,32 @@ def test_a_tag_waits_and_text_does_not():
     assert plain.push("one \n<tool_call> ") == [Content("one \n<tool_call> ")]
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("so <tool_ca", "so "),
+        ('so\n<tool_call>\n{"name": "wea', "so"),
+        ("so\n<tool_call>", "so"),
+        ("so <tool_call>no", "so <tool_call>no"),  # which is none, however it goes on
+        ("so <tool_call>no <tool", "so <tool_call>no "),
+        ("so <", "so "),
+        ("so", "so"),
+    ],
+)
+def test_the_beginning_of_a_call_is_no_content_of_a_cut_reply(text, content):
+    for pieces in ([text], list(text)):
+        parser = ReplyParser(Start.NEVER, HERMES, FUNCTIONS)
+        parts = [part for piece in pieces for part in parser.push(piece)]
+        assert joined([*parts, *parser.finish(cut=True)]) == [Content(content)]
+    xml_head = ReplyParser(Start.OPEN, XML, FUNCTIONS)
+    parts = [*xml_head.push("a</think>b<tool_call>\n<function=we"), *xml_head.finish(cut=True)]
+    assert joined(parts) == [Reasoning("a"), Content("b")]
+    thought = ReplyParser(Start.OPEN)
+    assert joined([*thought.push("a</thi"), *thought.finish(cut=True)]) == [Reasoning("a")]
+    plain = ReplyParser()
+    assert joined([*plain.push("a <tool"), *plain.finish(cut=True)]) == [Content("a <tool")]
+
+
 def test_one_call_ends_the_reply():
     text = f"so\n{hermes()}"
     for pieces in ([text + "\nmore"], list(text)):
@@ -323,14 +353,15 @@ fragments = strategies.lists(
     strategies.data(),
     strategies.sampled_from(Start),
     strategies.sampled_from([*Syntax, None]),
+    strategies.booleans(),
 )
-def test_any_pieces_give_the_same_parts(texts, data, start, syntax):
+def test_any_pieces_give_the_same_parts(texts, data, start, syntax, cut):
     text = "".join(texts)
     cuts = sorted(data.draw(strategies.lists(strategies.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole, parser = parse([text], syntax, start)
-    in_pieces, other = parse(pieces, syntax, start)
-    by_character, _ = parse(list(text), syntax, start)
+    whole, parser = parse([text], syntax, start, cut)
+    in_pieces, other = parse(pieces, syntax, start, cut)
+    by_character, _ = parse(list(text), syntax, start, cut)
     assert whole == in_pieces == by_character
     assert (parser.calls, parser.whole) == (other.calls, other.whole)
     if parser.whole:

@@ -137,6 +137,8 @@ def test_a_cut_call_has_the_cuts_reason(hermes_server):
     assert choice.finish_reason == "length"
     arguments = choice.message.tool_calls[0].function.arguments
     assert '{"city": "Rome"}'.startswith(arguments)
+    choice = ask(server, max_tokens=12).choices[0]  # in the head: neither call nor content
+    assert (choice.message.content, choice.message.tool_calls) == ("", None)
     assert ask(server, max_tokens=whole).choices[0].finish_reason == "length"
     assert ask(server, max_tokens=whole + 1).choices[0].finish_reason == "tool_calls"
 
@@ -147,7 +149,7 @@ def test_a_cut_call_has_the_cuts_reason(hermes_server):
     [
         ("look", "I ", 0, "stop"),
         ("<tool_call>", "I look.\n", 0, "stop"),
-        ('"arguments"', 'I look.\n<tool_call>\n{"name": "weather", ', 0, "stop"),
+        ('"arguments"', "I look.", 0, "stop"),
         ("ome", "I look.", 1, "stop"),
         ("after", "I look.", 1, "tool_calls"),
     ],
