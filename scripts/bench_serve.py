@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import pathlib
@@ -321,6 +322,7 @@ def write(path: str, record: dict[str, Any]) -> None:
 
 def main(argv: list[str]) -> None:
     del argv
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line a request
     sys.exit(run(platform.initialize(_PLATFORM.value)))
 
 
