@@ -119,7 +119,9 @@ def parts(decoder: Decoder, prefilled: Prefilled, width: int, sampling: Any) -> 
         )
         jax.block_until_ready(state)
         begin = time.perf_counter()
-        done = executables.verify[width](decoder.weights, state, window, arrays)
+        done = executables.verify[width](
+            decoder.weights, state, window, arrays, decoder.neutral[len(window)]
+        )
         jax.block_until_ready(done)
         verified = time.perf_counter()
         state = done.state

@@ -26,7 +26,8 @@ from dflash_jax.decode.noise import gumbel
 from dflash_jax.decode.packed import Packed, pack
 from dflash_jax.decode.recurrence import PromptRecur, States, WindowRecur, new_states
 from dflash_jax.decode.rows import RowPolicy
-from dflash_jax.decode.sampling import Sampling, SamplingArrays, picks
+from dflash_jax.decode.rules import LogProbs, RuleArrays, neutral, picks_under_rules
+from dflash_jax.decode.sampling import Sampling, SamplingArrays
 from dflash_jax.models import dflash2, targets
 from dflash_jax.models.dflash2 import DFlash2, DrafterConfig
 from dflash_jax.models.layers import (
@@ -115,6 +116,7 @@ class Round(NamedTuple):
     state: TargetState
     taps: jax.Array  # [MAX_ROWS, taps * D]; the first `emitted` rows are committed
     report: Report
+    logprobs: LogProbs  # of the tokens in the report, when the rules want them
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,6 +159,17 @@ def drafter_weights(spec: DecodeSpec, params: Params, target_params: Params) -> 
         head = jax.tree.map(lambda rows: rows[params["draft_vocab"]], head)
     table = rotary_table(frequencies, spec.capacity + drafter.block_size)
     return DrafterWeights(pack(params), table, embedding, head)
+
+
+def neutral_rules(spec: DecodeSpec) -> dict[int, RuleArrays]:
+    """What requests without rules give to prefill and verify, by rows; on the device."""
+    vocab_size = spec.target.vocab_size
+    shared = jax.tree.map(jnp.asarray, neutral(1, vocab_size))
+    counts = (HEAD_ROWS, *spec.policy.row_counts)
+    return {
+        rows: shared._replace(allowed=jnp.asarray(neutral(rows, vocab_size).allowed))
+        for rows in counts
+    }
 
 
 def new_cache(layers: int, kv_heads: int, head_dim: int, capacity: int, dtype: Any) -> Cache:
@@ -215,14 +228,19 @@ def _pick(
     hidden: jax.Array,
     positions: jax.Array,
     sampling: SamplingArrays,
-) -> tuple[jax.Array, jax.Array]:
-    """Picks [T] int32 for `positions` [T], and their logits [T]."""
+    paths: jax.Array,
+    rules: RuleArrays,
+) -> tuple[jax.Array, jax.Array, LogProbs]:
+    """Picks [T] int32 for `positions` [T], their logits [T], and their log-probabilities.
+
+    `paths` [T, n] int32: the tokens behind the anchor on each row's root path; -1 elsewhere.
+    """
     variables = {"params": weights.params.unpack()}
     logits: Any = targets.module(spec.target).apply(variables, hidden, method="logits")
     padding = jnp.arange(spec.target.vocab_size) >= spec.vocab_size
     logits = jnp.where(padding, -jnp.inf, logits)
-    chosen = picks(logits, positions, sampling)
-    return chosen, jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0]
+    chosen, logprobs = picks_under_rules(logits, positions, sampling, paths, rules)
+    return chosen, jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0], logprobs
 
 
 def prefill(
@@ -232,13 +250,15 @@ def prefill(
     tokens: jax.Array,
     count: jax.Array,
     sampling: SamplingArrays,
+    rules: RuleArrays,
 ) -> Round:
     """One chunk of a prompt, at positions that are a multiple of the chunk's size.
 
     Args:
       tokens: [P] int32, of which the first `count` are the prompt's.
       count: [] int32, 1..P.
-      sampling: picks the token after the chunk: the reply's first, if the chunk is the last.
+      sampling, rules: for the pick of the token after the chunk: the reply's first, if the chunk
+        is the last. The rules' masks are of HEAD_ROWS equal rows.
 
     Returns:
       The state with the chunk in its cache and that pick as its anchor; the chunk's taps
@@ -264,7 +284,10 @@ def prefill(
     last = jnp.full(HEAD_ROWS, count - 1)
     length = state.length + count
     positions = jnp.full(HEAD_ROWS, length)
-    chosen, logits = _pick(spec, weights, output.hidden[last], positions, sampling)
+    nothing = jnp.full((HEAD_ROWS, 1), NO_TOKEN)  # behind the prompt
+    chosen, logits, logprobs = _pick(
+        spec, weights, output.hidden[last], positions, sampling, nothing, rules
+    )
     # Writing waits for the pick, and so for the last layer's reading: else XLA copies the cache.
     place = jnp.where(chosen[0] < 0, 0, state.length)
     cache = collected.written(state.cache, place)
@@ -276,7 +299,8 @@ def prefill(
         jnp.where(first_only, logits[0], 0),
     )
     new = TargetState(cache, length, chosen[0], recur.states() if recur else ())
-    return Round(new, _side_by_side(output.taps), report)
+    first = jax.tree.map(lambda row: jnp.repeat(row[:1], MAX_ROWS, axis=0), logprobs)
+    return Round(new, _side_by_side(output.taps), report, first)
 
 
 def _forward(
@@ -305,12 +329,13 @@ def verify(
     state: TargetState,
     window: jax.Array,
     sampling: SamplingArrays,
+    rules: RuleArrays,
 ) -> Round:
     """One window: picks, accept walk, commit.
 
     Args:
       window: [T, WINDOW_COLUMNS] int32 from `tree.masks.window_array`.
-      sampling: of the request.
+      sampling, rules: of the request.
     """
     depths, paths = window[:, DEPTH], window[:, PATH:]
     # Depth 0 is the anchor, and the padding rows, its copies.
@@ -334,7 +359,10 @@ def verify(
     if state.states:
         recur = WindowRecur(state.states, state.length, depths, paths, tile)
     output = _forward(spec, weights, tokens, rotary, attend, recur)
-    chosen, logits = _pick(spec, weights, output.hidden, positions + 1, sampling)
+    drafted = jnp.where(_behind_anchor(depths), tokens[paths], NO_TOKEN)
+    chosen, logits, logprobs = _pick(
+        spec, weights, output.hidden, positions + 1, sampling, drafted, rules
+    )
 
     landed = accepted(tokens, chosen, depths, paths)
     last = jnp.argmax(jnp.where(landed, depths, 0))  # deepest accepted row; 0, the anchor, if none
@@ -351,7 +379,13 @@ def verify(
     taps = _side_by_side(tuple(tap[path] for tap in output.taps))
     states = recur.settle(path, count) if recur else ()
     new = TargetState(cache, state.length + count, chosen[last], states)
-    return Round(new, taps, report)
+    return Round(new, taps, report, jax.tree.map(lambda rows: rows[path], logprobs))
+
+
+def _behind_anchor(depths: jax.Array) -> jax.Array:
+    """Which entries of each row's path are drafted rows: [T, MAX_ROWS] bool."""
+    entries = jnp.arange(MAX_ROWS)[None, :]
+    return (entries > 0) & (entries <= depths[:, None])
 
 
 def accepted(
@@ -368,8 +402,7 @@ def accepted(
     """
     before = jnp.take_along_axis(paths, jnp.maximum(depths - 1, 0)[:, None], axis=1)[:, 0]
     matched = tokens == chosen[before]
-    on_path = jnp.arange(MAX_ROWS)[None, :] <= depths[:, None]
-    on_path = on_path.at[:, 0].set(False)  # the anchor is committed already
+    on_path = _behind_anchor(depths)  # the anchor is committed already
     return jnp.where(on_path, matched[paths], True).all(axis=1) & (depths > 0)
 
 
@@ -483,12 +516,15 @@ def build_programs(
         bound.__name__ = name  # for profilers and XLA's messages
         return Program(name, spec, bound, inputs, (donated,))
 
+    def rules(rows: int) -> RuleArrays:
+        return shapes(neutral(rows, spec.target.vocab_size))
+
     tokens = jax.ShapeDtypeStruct((chunk,), jnp.int32)
-    prefill_inputs = (weights, state, tokens, scalar, sampling)
+    prefill_inputs = (weights, state, tokens, scalar, sampling, rules(HEAD_ROWS))
     by_rows = {}
     for rows in sorted({spec.policy.rows(width) for width in range(cap + 1)}):
         window = jax.ShapeDtypeStruct((rows, WINDOW_COLUMNS), jnp.int32)
-        verify_inputs = (weights, state, window, sampling)
+        verify_inputs = (weights, state, window, sampling, rules(rows))
         by_rows[rows] = describe(f"verify_{rows}_rows", verify, verify_inputs, 1)
     verifiers = tuple(by_rows[spec.policy.rows(width)] for width in range(cap + 1))
     extender = drafting = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -89,16 +90,24 @@ def picks(logits: jax.Array, positions: jax.Array, sampling: SamplingArrays) -> 
     Returns:
       [T] int32; the lowest id among equals.
     """
+    return jax.lax.switch(pick_branch(sampling), pickers(logits, positions, sampling))
+
+
+def pick_branch(sampling: SamplingArrays) -> jax.Array:
+    """Which of the `pickers` is the request's: [] int32."""
     few = (sampling.top_k > 0) & (sampling.top_k <= FEW)
-    branch = jnp.where(sampling.temperature > 0, jnp.where(few, 1, 2), 0)
-    return jax.lax.switch(
-        branch,
-        [
-            lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-            lambda: _pick_among_few(logits, positions, sampling),
-            lambda: _pick_among_all(logits, positions, sampling),
-        ],
-    )
+    return jnp.where(sampling.temperature > 0, jnp.where(few, 1, 2), 0)
+
+
+def pickers(
+    logits: jax.Array, positions: jax.Array, sampling: SamplingArrays
+) -> list[Callable[[], jax.Array]]:
+    """The ways to pick that `pick_branch` chooses from."""
+    return [
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        lambda: _pick_among_few(logits, positions, sampling),
+        lambda: _pick_among_all(logits, positions, sampling),
+    ]
 
 
 def _pick_among_few(logits: jax.Array, positions: jax.Array, sampling: SamplingArrays) -> jax.Array:

@@ -10,6 +10,7 @@ sixteen) across the edge of a key chunk: some rows need one chunk, others two.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -18,8 +19,9 @@ import numpy as np
 
 from dflash_jax.decode.attention import NEAR
 from dflash_jax.decode.executables import Executables
-from dflash_jax.decode.programs import DecodeSpec, Round, TargetState, TargetWeights
+from dflash_jax.decode.programs import HEAD_ROWS, DecodeSpec, Round, TargetState, TargetWeights
 from dflash_jax.decode.recurrence import States, copied
+from dflash_jax.decode.rules import RuleArrays
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.tree.growth import EMPTY, NO_PARENT, DraftTree
 from dflash_jax.tree.masks import MAX_ROWS, window_array
@@ -51,12 +53,17 @@ class _Rows(NamedTuple):
 
 
 def check(
-    spec: DecodeSpec, weights: TargetWeights, state: TargetState, executables: Executables
+    spec: DecodeSpec,
+    weights: TargetWeights,
+    state: TargetState,
+    executables: Executables,
+    neutral: Mapping[int, RuleArrays],
 ) -> tuple[SelfCheck, TargetState]:
     """Runs the check over every compiled program.
 
     Args:
       state: any state; its cache is overwritten and handed back.
+      neutral: from `neutral_rules`.
 
     Returns:
       The finding, and a state to go on with.
@@ -65,7 +72,7 @@ def check(
     differences: list[str] = []
     for sampling in _SAMPLINGS:
         arrays = jax.tree.map(jnp.asarray, sampling.arrays())
-        state, start, anchor = _prompt(spec, weights, state, executables, arrays)
+        state, start, anchor = _prompt(spec, weights, state, executables, neutral, arrays)
         before = copied(state.states)
         kind = "greedy" if sampling.greedy else "sampled"
         draft = _chain if sampling.greedy else _bushy
@@ -74,7 +81,7 @@ def check(
         steps: list[_Rows] = []
         states: dict[int, States] = {}  # by tokens since the prompt
         for _ in range(MAX_ROWS):
-            done = _verify(spec, weights, state, executables, EMPTY, 0, arrays)
+            done = _verify(spec, weights, state, executables, neutral, EMPTY, 0, arrays)
             state = done.state
             steps.append(_committed(done, start + len(steps)))
             if len(steps) in counts:
@@ -86,7 +93,7 @@ def check(
             rewound = state._replace(
                 length=jnp.int32(start), anchor=jnp.int32(anchor), states=copied(before)
             )
-            done = _verify(spec, weights, rewound, executables, tree, width, arrays)
+            done = _verify(spec, weights, rewound, executables, neutral, tree, width, arrays)
             state = done.state
             got = _committed(done, start)
             different = _compare(plain, got)
@@ -106,7 +113,7 @@ def _ends(executables: Executables) -> list[int]:
     return sorted({end for widths in by_program.values() for end in (widths[0], widths[-1])})
 
 
-def _prompt(spec, weights, state, executables, arrays) -> tuple[TargetState, int, int]:
+def _prompt(spec, weights, state, executables, neutral, arrays) -> tuple[TargetState, int, int]:
     """Prefills a made-up prompt; (state, its length, its anchor)."""
     chunk = spec.policy.prefill_chunk
     size = min(spec.policy.key_chunk + NEAR - 1, spec.context_limit - MAX_ROWS) - _EDGE
@@ -115,14 +122,16 @@ def _prompt(spec, weights, state, executables, arrays) -> tuple[TargetState, int
     for begin in range(0, len(prompt), chunk):
         piece = prompt[begin : begin + chunk]
         tokens = jnp.asarray(np.pad(piece, (0, chunk - len(piece))))
-        done = executables.prefill(weights, state, tokens, jnp.int32(len(piece)), arrays)
+        done = executables.prefill(
+            weights, state, tokens, jnp.int32(len(piece)), arrays, neutral[HEAD_ROWS]
+        )
         state = done.state
     return state, int(state.length), int(state.anchor)
 
 
-def _verify(spec, weights, state, executables, tree, width, arrays) -> Round:
+def _verify(spec, weights, state, executables, neutral, tree, width, arrays) -> Round:
     window = jnp.asarray(window_array(tree, width, spec.policy.rows(width)))
-    return executables.verify[width](weights, state, window, arrays)
+    return executables.verify[width](weights, state, window, arrays, neutral[len(window)])
 
 
 def _chain(tokens: np.ndarray, width: int, vocab_size: int) -> DraftTree:

@@ -24,11 +24,13 @@ from dflash_jax.decode.programs import (
     TargetWeights,
     build_programs,
     drafter_weights,
+    neutral_rules,
     new_drafter_cache,
     new_target_state,
     target_weights,
 )
 from dflash_jax.decode.rows import RowPolicy, row_policy, safest
+from dflash_jax.decode.rules import RuleArrays
 from dflash_jax.decode.sampling import GREEDY, SamplingArrays
 from dflash_jax.engine.prompt_cache import MIB, PromptCache
 from dflash_jax.errors import InputError
@@ -57,6 +59,7 @@ class Decoder:
     drafter: DrafterWeights | None
     executables: Executables
     no_taps: jax.Array  # [MAX_ROWS, taps * D] zeros: a draft's input when nothing was committed
+    neutral: Mapping[int, RuleArrays]  # by rows: the inputs of a request without rules
     buffers: Buffers | None
     check: selfcheck.SelfCheck
     prices: list[pricing.PriorRow]
@@ -183,13 +186,15 @@ def _compiled(
     programs = build_programs(spec, target_params, params, max(widths))
     executables = compile_programs(programs, widths, progress, options, say)
     weights = target_weights(spec, target_params)
-    check, state = selfcheck.check(spec, weights, new_target_state(spec), executables)
+    neutral = neutral_rules(spec)
+    check, state = selfcheck.check(spec, weights, new_target_state(spec), executables, neutral)
     return Decoder(
         spec,
         weights,
         drafter_weights(spec, params, target_params) if drafter else None,
         executables,
         jnp.zeros((MAX_ROWS, len(spec.tap_layers) * spec.target.hidden_size), spec.target.dtype),
+        neutral,
         Buffers(state, new_drafter_cache(spec) if drafter else None),
         check,
         [],
@@ -243,7 +248,8 @@ def _time_round(
     window = window_array(tree, width, spec.policy.rows(width))
     state = state._replace(length=jnp.int32(context), anchor=jnp.int32(0))
     start = time.perf_counter()
-    done = executables.verify[width](decoder.weights, state, jnp.asarray(window), sampling)
+    rules = decoder.neutral[len(window)]
+    done = executables.verify[width](decoder.weights, state, jnp.asarray(window), sampling, rules)
     count, length, anchor = done.report.emitted, done.state.length, done.state.anchor
     cache, proposals = executables.draft(
         decoder.drafter, cache, done.taps, count, length, anchor, sampling

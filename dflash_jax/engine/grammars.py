@@ -15,8 +15,6 @@ import numpy as np
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
 
-WORD_BITS = 32  # token ids in a word of a bit mask, lowest id in the lowest bit
-
 
 class GrammarVocabulary:
     """A checkpoint's tokens as llguidance wants them. Takes a quarter second: made once."""
@@ -25,9 +23,9 @@ class GrammarVocabulary:
         """`stop_token_ids`: the checkpoint's own, which may follow a complete reply alone."""
         self.stop_token_ids = tuple(sorted(stop_token_ids))
         # llguidance wants an end token: a control token, where the checkpoint names none.
-        ends = self.stop_token_ids or [min(tokenizer.special_ids, default=0)]
+        self.end_ids = self.stop_token_ids or (min(tokenizer.special_ids, default=0),)
         self.tokens = llguidance.LLTokenizer(
-            tokenizer.backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=list(ends)
+            tokenizer.backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=list(self.end_ids)
         )
 
 

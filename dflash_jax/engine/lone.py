@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import pricing
-from dflash_jax.decode.programs import Round
+from dflash_jax.decode.programs import HEAD_ROWS, Round
+from dflash_jax.decode.rules import LogProbs
 from dflash_jax.decode.sampling import GREEDY, Sampling
 from dflash_jax.engine.decoder import Buffers, Decoder
+from dflash_jax.engine.reply_rules import ReplyRules
 from dflash_jax.engine.rules import NO_RULES, Rules
 from dflash_jax.errors import InputError
 from dflash_jax.tree.growth import CAP, EMPTY, DraftTree, grow
@@ -30,7 +32,8 @@ PLAIN = "fixed:0"  # the rule that drafts nothing
 class Request:
     """One reply to decode.
 
-    Raises InputError for an empty prompt or a token budget below 1.
+    Raises InputError for an empty prompt, a token budget below 1, or a grammar without the
+    checkpoint's stop tokens, one of which ends what matches it.
     """
 
     prompt: tuple[int, ...]
@@ -44,6 +47,9 @@ class Request:
             raise InputError("the prompt is empty: give at least one token")
         if self.max_tokens < 1:
             raise InputError(f"max_tokens {self.max_tokens} must be at least 1")
+        grammar = self.rules.grammar
+        if grammar and not self.stop_token_ids.issuperset(grammar.vocabulary.stop_token_ids):
+            raise InputError("a grammar's end is a stop token: do not ignore them")
 
 
 class RoundRecord(NamedTuple):
@@ -60,6 +66,7 @@ class RoundRecord(NamedTuple):
     sample: bool  # whether round_ms says something about the width
     cached_tokens: int = 0  # of the prompt, that need not be read
     why: Mapping[str, Any] = {}  # the rule's `explain` of this round's width
+    logprobs: LogProbs | None = None  # of `tokens`, NumPy; None unless the rules want them
 
 
 class _Observation(NamedTuple):
@@ -72,6 +79,14 @@ class _Observation(NamedTuple):
     landed: np.ndarray
     sample: bool
     chances: np.ndarray
+
+
+class _Read(NamedTuple):
+    """What the host has read of a round."""
+
+    report: Any  # programs.Report, NumPy
+    emitted: tuple[int, ...]
+    logprobs: LogProbs | None
 
 
 class Stream:
@@ -89,14 +104,15 @@ class Stream:
             raise InputError(
                 f"the prompt has token ids outside 0..{decoder.spec.target.vocab_size - 1}"
             )
-        if request.rules != NO_RULES:
-            raise InputError("penalties, biases, grammars and budgets cannot be decoded yet")
         self._driver = driver
         self._decoder = decoder
         self._request = request
         self._rule = rule
         self._budget = min(request.max_tokens, room)
         self._sampling = jax.tree.map(jnp.asarray, request.sampling.arrays())
+        self._rules: ReplyRules | None = None
+        if request.rules != NO_RULES:
+            self._rules = ReplyRules(request, decoder.spec.target.vocab_size, decoder.neutral)
         self._state, self._drafter_cache = decoder.take_buffers()
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
@@ -181,8 +197,11 @@ class Stream:
                 return None
             piece = prompt[begin : begin + chunk]
             tokens = jnp.asarray(np.pad(piece, (0, chunk - len(piece))))
+            rules = decoder.neutral[HEAD_ROWS]
+            if self._rules is not None and begin + chunk >= len(prompt):
+                rules = self._rules.of_prompt()
             done: Round = executables.prefill(
-                decoder.weights, self._state, tokens, jnp.int32(len(piece)), self._sampling
+                decoder.weights, self._state, tokens, jnp.int32(len(piece)), self._sampling, rules
             )
             self._state, waiting = done.state, running
             running = done.report
@@ -196,12 +215,21 @@ class Stream:
                 reading.save(begin, self._state, self._drafter_cache)
         self._length = len(prompt)
         done = done._replace(taps=decoder.no_taps)  # the prompt's are in the context already
-        report, self._proposals = self._read(done, count=jnp.int32(0))
-        tokens_out = self._emit(report.tokens[:1].tolist())
+        read = self._read(done, self._dispatch_draft(done, jnp.int32(0)))
         prompt_ms = (time.perf_counter() - start) * 1e3
         nothing_landed = np.zeros(0, bool)
         return RoundRecord(
-            tokens_out, 0, 0, EMPTY, np.zeros(0), nothing_landed, prompt_ms, 0.0, False, cached
+            read.emitted,
+            0,
+            0,
+            EMPTY,
+            np.zeros(0),
+            nothing_landed,
+            prompt_ms,
+            0.0,
+            False,
+            cached,
+            logprobs=read.logprobs,
         )
 
     # Rounds ------------------------------------------------------------------------------
@@ -211,25 +239,37 @@ class Stream:
         decoder = self._decoder
         context = self._length
         tree, chances, width = self._choose(context)
-        window = window_array(tree, width, decoder.spec.policy.rows(width))
+        rows = decoder.spec.policy.rows(width)
+        window = window_array(tree, width, rows)
+        rules = decoder.neutral[rows]
+        if self._rules is not None:
+            rules = self._rules.of_window(tree, width, rows)
         done: Round = decoder.executables.verify[width](
-            decoder.weights, self._state, window, self._sampling
+            decoder.weights, self._state, window, self._sampling, rules
         )
         self._state = done.state
-        dispatched = self._dispatch_draft(done, done.report.emitted)
+        proposals = self._dispatch_draft(done, done.report.emitted)
         host_ms = (time.perf_counter() - start) * 1e3
         # While the device works:
         why = self._rule.explain() if self._rule is not None else {}
         self._learn()  # from the round before
-        report, self._proposals = jax.device_get(dispatched)
+        read = self._read(done, proposals)
         round_ms = (time.perf_counter() - start) * 1e3
-        count = int(report.emitted)
-        self._length += count
-        landed = report.landed[:width]
+        self._length += int(read.report.emitted)
+        landed = read.report.landed[:width]
         self._to_learn = _Observation(tree, width, context, round_ms, landed, sample, chances)
-        emitted = self._emit(report.tokens[:count].tolist())
         return RoundRecord(
-            emitted, context, width, tree, chances, landed, round_ms, host_ms, sample, why=why
+            read.emitted,
+            context,
+            width,
+            tree,
+            chances,
+            landed,
+            round_ms,
+            host_ms,
+            sample,
+            why=why,
+            logprobs=read.logprobs,
         )
 
     def _choose(self, context: int) -> tuple[DraftTree, np.ndarray, int]:
@@ -237,7 +277,8 @@ class Stream:
         rule, driver = self._rule, self._driver
         if rule is None or self._proposals is None:
             return EMPTY, np.zeros(0), 0
-        tree = grow(*self._proposals, driver.cap)
+        permits = self._rules.permits if self._rules and self._rules.masked else None
+        tree = grow(*self._proposals, driver.cap, permits)
         sampled = not self._request.sampling.greedy
         chances = driver.landing.chances(tree.own, tree.parents, tree.depths - 1, sampled)
         return tree, chances, self._decoder.compiled_width(rule.choose(chances, context))
@@ -258,11 +299,11 @@ class Stream:
         sampled, tree = not self._request.sampling.greedy, seen.tree
         self._driver.landing.observe(tree.own, tree.parents, tree.depths - 1, seen.landed, sampled)
 
-    def _dispatch_draft(self, done: Round, count: jax.Array) -> tuple[Any, Any]:
-        """Enqueues the next block behind the verified window; (report, proposals) on the device."""
+    def _dispatch_draft(self, done: Round, count: jax.Array) -> Any:
+        """Enqueues the next block behind the verified window; its proposals, on the device."""
         decoder = self._decoder
         if self._rule is None or not self._drafter_reaches():
-            return done.report, None
+            return None
         assert decoder.executables.draft is not None
         self._drafter_cache, proposals = decoder.executables.draft(
             decoder.drafter,
@@ -273,10 +314,19 @@ class Stream:
             self._state.anchor,
             self._sampling,
         )
-        return done.report, proposals
+        return proposals
 
-    def _read(self, done: Round, count: jax.Array) -> tuple[Any, Any]:
-        return jax.device_get(self._dispatch_draft(done, count))
+    def _read(self, done: Round, proposals: Any) -> _Read:
+        """Waits for a round, emits its tokens, and keeps the next block's proposals."""
+        if self._rules is None:
+            report, self._proposals = jax.device_get((done.report, proposals))
+            return _Read(report, self._emit(_tokens(report)), None)
+        # The report first: the next masks are made while the drafter still runs.
+        wanted = done.logprobs if self._rules.wants_logprobs else None
+        report, logprobs = jax.device_get((done.report, wanted))
+        emitted = self._emit(_tokens(report))
+        self._proposals = jax.device_get(proposals)
+        return _Read(report, emitted, jax.tree.map(lambda rows: rows[: len(emitted)], logprobs))
 
     def _drafter_reaches(self) -> bool:
         """Whether the next block's positions are the drafter's to know.
@@ -291,10 +341,11 @@ class Stream:
 
     def _emit(self, tokens: list[int]) -> tuple[int, ...]:
         """Cuts a round's tokens where plain decoding would have stopped."""
-        emitted = []
+        emitted: list[int] = []
         for token in tokens:
             emitted.append(token)
-            if token in self._request.stop_token_ids:
+            complete = self._rules is not None and self._rules.commit(token)
+            if complete or token in self._request.stop_token_ids:
                 self.finish_reason = STOP
             elif len(self.tokens) + len(emitted) >= self._budget:
                 self.finish_reason = LENGTH
@@ -302,6 +353,10 @@ class Stream:
                 break
         self.tokens += emitted
         return tuple(emitted)
+
+
+def _tokens(report: Any) -> list[int]:
+    return report.tokens[: int(report.emitted)].tolist()
 
 
 class LoneDriver:

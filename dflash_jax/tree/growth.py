@@ -13,6 +13,7 @@ pops of any larger one, and a parent pops before its children.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -60,17 +61,28 @@ def own_log_chances(
     return scores - xp.log(xp.exp(scores).sum(axis=-1, keepdims=True))
 
 
-def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> DraftTree:
+# (tokens on a path, candidate ids [K]) -> which of them may follow, bool [K].
+Permits = Callable[[tuple[int, ...], np.ndarray], np.ndarray]
+
+
+def grow(
+    candidates: np.ndarray,
+    log_chances: np.ndarray,
+    cap: int = CAP,
+    permits: Permits | None = None,
+) -> DraftTree:
     """Grows the best-first tree.
 
     Args:
       candidates: [D, K] int32 token ids, distinct within a position.
       log_chances: [D, K, K] from `own_log_chances`.
       cap: most nodes.
+      permits: what a grammar allows; a candidate that it does not is no sibling at all.
 
     Returns:
-      A tree of `cap` nodes, fewer when the lattice has no more. Equal path scores go to the node
-      that was proposed earlier: by the parent's pop, then by rank among its siblings.
+      A tree of `cap` nodes, fewer when the lattice has no more or nothing else is permitted. Equal
+      path scores go to the node that was proposed earlier: by the parent's pop, then by rank among
+      its siblings.
     """
     depth_limit, count = candidates.shape
     ids = candidates.tolist()
@@ -79,14 +91,19 @@ def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> Dra
     parents: list[int] = []
     depths: list[int] = []
     own: list[float] = []
+    paths: dict[int, tuple[int, ...]] = {NO_PARENT: ()}  # of each node, its tokens
     proposals = 0
     heap: list[tuple[float, int, int, int, int, float]] = []
 
     def propose(parent: int, position: int, before: int, path_score: float) -> None:
         nonlocal proposals
-        scores = log_chances[position, before].tolist()
+        own_scores, siblings = log_chances[position, before], list(range(count))
+        if permits is not None:
+            siblings = np.flatnonzero(permits(paths[parent], candidates[position])).tolist()
+            own_scores = _among(own_scores, siblings)
+        scores = own_scores.tolist()
         # Stable, so equal scores stay in order. Ranked here, since most siblings are never asked.
-        ranks = sorted(range(count), key=scores.__getitem__, reverse=True)
+        ranks = sorted(siblings, key=scores.__getitem__, reverse=True)
         for candidate in ranks[:CHILDREN]:
             score = scores[candidate]
             entry = (-(path_score + score), proposals, parent, position, candidate, score)
@@ -101,6 +118,7 @@ def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> Dra
         parents.append(parent)
         depths.append(position + 1)
         own.append(score)
+        paths[len(tokens) - 1] = (*paths[parent], tokens[-1])
         if position + 1 < depth_limit:
             propose(len(tokens) - 1, position + 1, candidate, -negative_score)
     return DraftTree(
@@ -109,3 +127,11 @@ def grow(candidates: np.ndarray, log_chances: np.ndarray, cap: int = CAP) -> Dra
         np.array(depths, np.int32),
         np.array(own, np.float64),
     )
+
+
+def _among(log_chances: np.ndarray, siblings: list[int]) -> np.ndarray:
+    """Log-chances [K] as those of `siblings` among themselves."""
+    if not siblings:
+        return log_chances
+    kept = log_chances[siblings]
+    return log_chances - kept.max() - np.log(np.exp(kept - kept.max()).sum())

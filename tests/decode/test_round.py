@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.decode.noise import gumbel, split_seed
-from dflash_jax.decode.programs import NO_TOKEN, accepted
+from dflash_jax.decode.programs import HEAD_ROWS, NO_TOKEN, accepted
 from dflash_jax.decode.sampling import GREEDY, Sampling
 from dflash_jax.tree.growth import EMPTY, NO_PARENT, own_log_chances
 from dflash_jax.tree.lattice import Lattice, Proposals
@@ -191,7 +191,9 @@ def test_caches_are_donated():
     assert context.k.is_deleted()
     assert context.v.is_deleted()
     chunk = jnp.zeros(tiny.CHUNK, jnp.int32)
-    base.executables.prefill(base.weights, done.state, chunk, jnp.int32(1), arrays)
+    base.executables.prefill(
+        base.weights, done.state, chunk, jnp.int32(1), arrays, base.neutral[HEAD_ROWS]
+    )
     assert done.state.cache.k.is_deleted()
 
 
@@ -261,7 +263,9 @@ def test_a_prompts_chunk_behind_an_earlier_request_has_the_bits_of_a_clean_one()
         piece = np.asarray(prompt[begin : begin + tiny.CHUNK], np.int32)
         tokens = jnp.asarray(np.pad(piece, (0, tiny.CHUNK - len(piece))))
         count = jnp.int32(len(piece))
-        state = base.executables.prefill(base.weights, state, tokens, count, arrays).state
+        state = base.executables.prefill(
+            base.weights, state, tokens, count, arrays, base.neutral[HEAD_ROWS]
+        ).state
     assert int(state.anchor) == int(clean.anchor)
     for got, wanted in zip(state.cache, clean.cache, strict=True):
         assert tiny.same_bits(got[:, :, :100], wanted[:, :, :100])

@@ -22,7 +22,8 @@ WIDTH = 5  # the one that is tampered with
 
 def run_check(executables) -> selfcheck.SelfCheck:
     base = tiny.decoder()
-    found, _ = selfcheck.check(base.spec, base.weights, new_target_state(base.spec), executables)
+    state = new_target_state(base.spec)
+    found, _ = selfcheck.check(base.spec, base.weights, state, executables, base.neutral)
     return found
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from dflash_jax.checkpoints.drafter import Drafter
 from dflash_jax.decode.noise import gumbel
 from dflash_jax.decode.programs import (
+    HEAD_ROWS,
     DecodeSpec,
     TargetState,
     new_drafter_cache,
@@ -296,7 +297,7 @@ def prefilled(prompt, sampling: Sampling = GREEDY) -> TargetState:
         piece = np.asarray(prompt[begin : begin + CHUNK], np.int32)
         tokens = jnp.asarray(np.pad(piece, (0, CHUNK - len(piece))))
         state = base.executables.prefill(
-            base.weights, state, tokens, jnp.int32(len(piece)), arrays
+            base.weights, state, tokens, jnp.int32(len(piece)), arrays, base.neutral[HEAD_ROWS]
         ).state
     return state
 
@@ -306,7 +307,9 @@ def verify(state: TargetState, tree: DraftTree, width: int, sampling: Sampling =
     base = decoder()
     window = jnp.asarray(window_array(tree, width, base.spec.policy.rows(width)))
     arrays = jax.tree.map(jnp.asarray, sampling.arrays())
-    return base.executables.verify[width](base.weights, state, window, arrays)
+    return base.executables.verify[width](
+        base.weights, state, window, arrays, base.neutral[len(window)]
+    )
 
 
 def same_bits(a, b) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from dflash_jax.bench import contexts
 from dflash_jax.checkpoints.drafter import Drafter
 from dflash_jax.decode import selfcheck
-from dflash_jax.decode.programs import new_target_state
+from dflash_jax.decode.programs import HEAD_ROWS, new_target_state
 from dflash_jax.decode.recurrence import copied
 from dflash_jax.decode.sampling import GREEDY, Sampling
 from dflash_jax.engine import Decoder, LoneDriver, Request, prepare, token_sha256
@@ -136,7 +136,9 @@ def prefilled(prompt):
     for begin in range(0, len(prompt), chunk):
         piece = np.asarray(prompt[begin : begin + chunk], np.int32)
         tokens, count = jnp.asarray(np.pad(piece, (0, chunk - len(piece)))), jnp.int32(len(piece))
-        state = base.executables.prefill(base.weights, state, tokens, count, arrays).state
+        state = base.executables.prefill(
+            base.weights, state, tokens, count, arrays, base.neutral[HEAD_ROWS]
+        ).state
     return state
 
 
@@ -144,7 +146,9 @@ def verify(state, tree, width):
     base = decoder()
     window = jnp.asarray(tiny.window_array(tree, width, base.spec.policy.rows(width)))
     arrays = jax.tree.map(jnp.asarray, GREEDY.arrays())
-    return base.executables.verify[width](base.weights, state, window, arrays)
+    return base.executables.verify[width](
+        base.weights, state, window, arrays, base.neutral[len(window)]
+    )
 
 
 def test_what_a_round_commits_has_the_bits_of_feeding_its_tokens_one_by_one():
@@ -173,7 +177,9 @@ def test_states_are_donated():
     base = decoder()
     arrays = jax.tree.map(jnp.asarray, GREEDY.arrays())
     chunk = jnp.zeros(tiny.CHUNK, jnp.int32)
-    base.executables.prefill(base.weights, done.state, chunk, jnp.int32(1), arrays)
+    base.executables.prefill(
+        base.weights, done.state, chunk, jnp.int32(1), arrays, base.neutral[HEAD_ROWS]
+    )
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(done.state.states))
 
 
@@ -192,7 +198,8 @@ def test_the_self_check_sees_one_ulp_of_a_state(field):
         return done._replace(state=done.state._replace(states=states))
 
     executables = base.executables._replace(verify={0: base.executables.verify[0], width: tampered})
-    found, _ = selfcheck.check(base.spec, base.weights, new_target_state(base.spec), executables)
+    state = new_target_state(base.spec)
+    found, _ = selfcheck.check(base.spec, base.weights, state, executables, base.neutral)
     assert len(found.differences) == 2  # greedy and sampled
     assert all(": states differ from plain" in line for line in found.differences)
 
