@@ -1,19 +1,36 @@
 """Grammars that a reply must match, by llguidance (extra `serve`).
 
-A grammar is a text in llguidance's own form: Lark with its extensions, or the JSON that
-`LLMatcher.grammar_from_json_schema`, `grammar_from_regex` and the like give.
+A grammar is a text in llguidance's own form: Lark with its extensions, or what `of_json_schema` and
+`of_regex` give.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import llguidance
 import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
+
+# Between a JSON text's tokens: enough to indent it, and an end to what a small model may repeat.
+_WHITESPACE = r"[ \t\r\n]{1,24}"
+
+
+def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
+    """A JSON Schema's grammar; `Grammar` says what is wrong with it."""
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE}
+    )
+
+
+def of_regex(pattern: str) -> str:
+    """The grammar of a regular expression in Rust's syntax, matched as a whole."""
+    return LLMatcher.grammar_from_regex(pattern)
 
 
 class GrammarVocabulary:
@@ -24,7 +41,7 @@ class GrammarVocabulary:
         self.stop_token_ids = tuple(sorted(stop_token_ids))
         # llguidance wants an end token: a control token, where the checkpoint names none.
         self.end_ids = self.stop_token_ids or (min(tokenizer.special_ids, default=0),)
-        self.tokens = llguidance.LLTokenizer(
+        self.tokens = LLTokenizer(
             tokenizer.backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=list(self.end_ids)
         )
 
@@ -38,12 +55,12 @@ class Grammar:
 
     text: str
     vocabulary: GrammarVocabulary
-    _start: llguidance.LLMatcher = dataclasses.field(init=False, repr=False)
+    _start: LLMatcher = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Else the messages hold pages of the parser's state.
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        start = llguidance.LLMatcher(self.vocabulary.tokens, self.text, log_level=0, limits=limits)
+        limits = LLParserLimits(verbose_errors=False)
+        start = LLMatcher(self.vocabulary.tokens, self.text, log_level=0, limits=limits)
         problem = start.get_error().strip()
         if not problem and not start.is_accepting() and not _any_token(start, self.vocabulary):
             problem = "no text matches it"
@@ -51,12 +68,12 @@ class Grammar:
             raise InputError(f"grammar: {' '.join(problem.split())}")
         object.__setattr__(self, "_start", start)
 
-    def matcher(self) -> llguidance.LLMatcher:
+    def matcher(self) -> LLMatcher:
         """A matcher of its own, before the first token."""
         return self._start.deep_copy()
 
 
-def _any_token(matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary) -> bool:
+def _any_token(matcher: LLMatcher, vocabulary: GrammarVocabulary) -> bool:
     """Whether a token may come next that is no end."""
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))

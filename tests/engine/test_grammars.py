@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
 
 from dflash_jax.checkpoints import Tokenizer
-from dflash_jax.engine.grammars import Grammar, GrammarVocabulary
+from dflash_jax.engine.grammars import Grammar, GrammarVocabulary, of_json_schema, of_regex
 from dflash_jax.engine.rules import Rules, Thinking
 from dflash_jax.errors import InputError
 from tests import tiny_llama
@@ -29,7 +28,7 @@ def allowed(matcher) -> set[int]:
 
 
 def test_a_matcher_allows_the_checkpoints_tokens_and_all_stops_at_the_end():
-    grammar = Grammar(LLMatcher.grammar_from_regex("ab?"), vocabulary())
+    grammar = Grammar(of_regex("ab?"), vocabulary())
     matcher, ids = grammar.matcher(), tiny_llama.byte_tokenizer().encode("ab").ids
     assert allowed(matcher) == {ids[0]}
     matcher.consume_token(ids[0])
@@ -38,7 +37,7 @@ def test_a_matcher_allows_the_checkpoints_tokens_and_all_stops_at_the_end():
 
 
 def test_a_checkpoint_without_stop_tokens_ends_with_no_text():
-    matcher = Grammar(LLMatcher.grammar_from_regex("a"), vocabulary(frozenset())).matcher()
+    matcher = Grammar(of_regex("a"), vocabulary(frozenset())).matcher()
     matcher.consume_token(tiny_llama.byte_tokenizer().encode("a").ids[0])
     assert allowed(matcher) == {256}  # a control token
     assert matcher.is_stopped()
@@ -47,9 +46,9 @@ def test_a_checkpoint_without_stop_tokens_ends_with_no_text():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (LLMatcher.grammar_from_regex("(ab"), "unclosed group"),
-        (LLMatcher.grammar_from_regex(r"[^\s\S]"), "no text matches"),
-        (LLMatcher.grammar_from_json_schema({"type": "foo"}), "Invalid type: foo"),
+        (of_regex("(ab"), "unclosed group"),
+        (of_regex(r"[^\s\S]"), "no text matches"),
+        (of_json_schema({"type": "foo"}), "Invalid type: foo"),
         ("start: foo", "unknown name"),
         ("", "Empty grammar"),
         ("{}", "grammar: "),
