@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
@@ -22,15 +22,34 @@ _WHITESPACE = r"[ \t\r\n]{1,24}"
 
 
 def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
-    """A JSON Schema's grammar; `Grammar` says what is wrong with it."""
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE}
-    )
+    """A JSON Schema's grammar; InputError for one nested too deeply."""
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE}
+        )
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"JSON schema: {error}") from error
 
 
 def of_regex(pattern: str) -> str:
     """The grammar of a regular expression in Rust's syntax, matched as a whole."""
     return LLMatcher.grammar_from_regex(pattern)
+
+
+def of_choices(texts: Sequence[str]) -> str:
+    """The grammar of one of some texts."""
+    return f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"
+
+
+def of_grammar(text: str) -> str:
+    """The grammar that a client wrote: Lark in llguidance's form, or llama.cpp's GBNF.
+
+    Raises InputError for GBNF that is malformed.
+    """
+    try:
+        return grammar_from("grammar", text)
+    except ValueError as error:
+        raise InputError(f"grammar: {error}") from error
 
 
 class GrammarVocabulary:

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from dflash_jax.checkpoints import Tokenizer
-from dflash_jax.engine.grammars import Grammar, GrammarVocabulary, of_json_schema, of_regex
+from dflash_jax.engine.grammars import (
+    Grammar,
+    GrammarVocabulary,
+    of_choices,
+    of_grammar,
+    of_json_schema,
+    of_regex,
+)
 from dflash_jax.engine.rules import Rules, Thinking
 from dflash_jax.errors import InputError
 from tests import tiny_llama
@@ -34,6 +41,32 @@ def test_a_matcher_allows_the_checkpoints_tokens_and_all_stops_at_the_end():
     matcher.consume_token(ids[0])
     assert allowed(matcher) == {ids[1], *STOPS}
     assert allowed(grammar.matcher()) == {ids[0]}  # each stream has its own
+
+
+@pytest.mark.parametrize("chosen", ["yes", 'a "quoted"\n\tone\\', "😀\u0001ü", "yes, but"])
+def test_choices_are_texts_as_they_are(chosen):
+    grammar = Grammar(
+        of_choices(["yes", 'a "quoted"\n\tone\\', "😀\u0001ü", "yes, but"]), vocabulary()
+    )
+    matcher = grammar.matcher()
+    assert matcher.consume_tokens(tiny_llama.byte_tokenizer().encode(chosen).ids)
+    assert matcher.is_accepting()
+    assert not grammar.matcher().try_consume_tokens(tiny_llama.byte_tokenizer().encode("no").ids)
+
+
+@pytest.mark.parametrize("text", ['start: "a" | "b"', 'root ::= "a" | [b-c]'])
+def test_grammars_are_lark_or_gbnf(text):
+    matcher = Grammar(of_grammar(text), vocabulary()).matcher()
+    assert matcher.consume_tokens(tiny_llama.byte_tokenizer().encode("b").ids)
+    assert matcher.is_accepting()
+
+
+def test_a_schema_nested_too_deeply_is_one_line():
+    schema: dict = {}
+    for _ in range(900):
+        schema = {"items": schema}
+    with pytest.raises(InputError, match="JSON schema: recursion"):
+        of_json_schema(schema)
 
 
 def test_a_checkpoint_without_stop_tokens_ends_with_no_text():
