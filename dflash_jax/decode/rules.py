@@ -133,8 +133,8 @@ def picks_under_rules(
 
 def _logprobs(logits: jax.Array, chosen: jax.Array) -> LogProbs:
     top, ids = jax.lax.top_k(logits, min(TOP_LOGPROBS, logits.shape[-1]))
-    largest = top[:, :1]
-    total = largest + jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True))
+    # Row by row: the bits of a sum may depend on the count of rows.
+    total = jax.lax.map(jax.nn.logsumexp, logits)[:, None]
     own = jnp.take_along_axis(logits, chosen[:, None], axis=1)
     return LogProbs((own - total)[:, 0], ids.astype(jnp.int32), top - total)
 

@@ -22,11 +22,12 @@ from starlette.types import Receive, Scope, Send
 from dflash_jax import __version__
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import Request as EngineRequest
-from dflash_jax.engine.rules import NO_RULES
+from dflash_jax.engine.grammars import Grammar
 from dflash_jax.errors import InputError
 from dflash_jax.serve import chats, errors, page, responses, shapes
 from dflash_jax.serve.chat_requests import ChatRequest, TokenizeRequest
 from dflash_jax.serve.errors import OVERLOADED, ApiError, ErrorReply
+from dflash_jax.serve.logprobs import LogprobReader
 from dflash_jax.serve.metrics import Metrics
 from dflash_jax.serve.middleware import ApiKey, BodyLimit, Facts
 from dflash_jax.serve.replies import Choice, ClientGoneError, Piece, Replies, shutting_down
@@ -252,7 +253,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         ]
 
     prompts = await _text_work(request, encode)
-    return await _reply(body, prompts, "prompt", model, request, shapes.COMPLETION)
+    grammar = await _text_work(request, lambda: body.grammar(model.grammar_vocabulary))
+    return await _reply(body, prompts, "prompt", model, request, shapes.COMPLETION, grammar)
 
 
 @router.post("/v1/chat/completions", response_model=responses.ChatCompletion, responses=_STREAM_TOO)
@@ -261,7 +263,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     model = _named(request, body.model)
     work = functools.partial(chats.prepare, body, model.chat_format, model.grammar_vocabulary)
     chat = await _text_work(request, work)
-    return await _reply(body, [chat.prompt], "messages", model, request, shapes.CHAT, chat)
+    return await _reply(
+        body, [chat.prompt], "messages", model, request, shapes.CHAT, chat.grammar, chat
+    )
 
 
 async def _reply(
@@ -271,6 +275,7 @@ async def _reply(
     model: ServedModel,
     request: Request,
     shape: shapes.Shape,
+    grammar: Grammar | None,
     chat: chats.Chat | None = None,
 ) -> Response:
     """Decodes the replies to all prompts, streamed or whole."""
@@ -278,7 +283,7 @@ async def _reply(
     for prompt in prompts:
         _require_fit(prompt, model, options, param)
     service: Service = request.app.state.service
-    choices = _choices(body, prompts, model, chat)
+    choices = _choices(body, prompts, model, grammar, chat)
     replies = Replies(service.turns, choices, options.request_timeout_s)
     head = shapes.Head(request.state.request_id, model.name)
     replies.submit(draft=body.draft is not False)
@@ -325,9 +330,17 @@ def _require_fit(prompt: list[int], model: ServedModel, options: Options, param:
 
 
 def _choices(
-    body: Generation, prompts: list[list[int]], model: ServedModel, chat: chats.Chat | None
+    body: Generation,
+    prompts: list[list[int]],
+    model: ServedModel,
+    grammar: Grammar | None,
+    chat: chats.Chat | None,
 ) -> list[Choice]:
     """n choices for every prompt; choice k of each draws with seed + k."""
+    _require_ids(body.stop_token_ids or (), model, "stop_token_ids")
+    _require_ids([int(token) for token in body.logit_bias or ()], model, "logit_bias")
+    stops, top = body.stop_ids(model.stop_token_ids), body.logprobs_of
+    rules = body.rules(grammar, chat.thinking if chat else None, top is not None)
     count = body.n or 1
     seed = secrets.randbits(_RANDOM_SEED_BITS) if body.seed is None else body.seed
     choices: list[Choice] = []
@@ -341,12 +354,13 @@ def _choices(
                 (seed + k) % (MAX_SEED + 1),
             )
             budget = body.token_budget or model.context_limit
-            rules = NO_RULES if chat is None else chat.rules
-            wanted = EngineRequest(prompt, sampling, budget, model.stop_token_ids, rules)
+            wanted = EngineRequest(prompt, sampling, budget, stops, rules)
             shown = () if chat is None else chats.TAGS
-            text = ReplyText(model.tokenizer, body.stops, shown)
+            text = ReplyText(model.tokenizer, body.stops, shown, rules.min_tokens)
             parser = None if chat is None else chat.parser()
-            choices.append(Choice(len(choices), wanted, text, parser, body.include_rounds))
+            reader = None if top is None else LogprobReader(model.grammar_vocabulary, top)
+            rounds_too = body.include_rounds
+            choices.append(Choice(len(choices), wanted, text, parser, rounds_too, reader))
     return choices
 
 

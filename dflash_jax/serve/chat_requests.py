@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from dflash_jax.serve.requests import Body, Generation
+from dflash_jax.decode.rules import TOP_LOGPROBS
+from dflash_jax.serve.body import Body
+from dflash_jax.serve.requests import Generation
 
 MAX_TOOLS = 128  # OpenAI's own limit
 
@@ -176,6 +178,10 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
     )
+    logprobs: bool | None = Field(None, description="Of each token of the reply.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=TOP_LOGPROBS, description="And of so many likeliest tokens in its place."
+    )
 
     @pydantic.field_validator("tool_choice")
     @classmethod
@@ -205,9 +211,24 @@ class ChatRequest(Generation):
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _one_format(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.grammar_field is not None and self.offered:
+            raise ValueError(
+                f'{self.grammar_field} leaves no place for calls: give tool_choice "none", or none'
+                " of the tools"
+            )
+        return self
+
     @property
     def token_budget(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def logprobs_of(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def offered(self) -> list[Tool]:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from dflash_jax.engine.grammars import Grammar, GrammarVocabulary
-from dflash_jax.engine.rules import NO_RULES, Rules, Thinking
+from dflash_jax.engine.rules import Thinking
 from dflash_jax.errors import InputError
 from dflash_jax.serve.call_grammar import call_grammar
 from dflash_jax.serve.call_reader import CLOSE, OPEN, Functions, Syntax
@@ -32,7 +32,7 @@ class Chat:
       start: whether the reply begins with reasoning.
       syntax, functions: how calls are read; syntax None: there are none to be read.
       one_call: the reply ends with its first call.
-      grammar: what the reply's calls must match.
+      grammar: what the answer must match.
       thinking: the engine's rule of reasoning; None where the reply can have none.
     """
 
@@ -43,13 +43,6 @@ class Chat:
     one_call: bool
     grammar: Grammar | None
     thinking: Thinking | None
-
-    @property
-    def rules(self) -> Rules:
-        """For the engine: none where nothing is forced."""
-        if self.grammar is None and (self.thinking is None or self.thinking.budget is None):
-            return NO_RULES
-        return Rules(grammar=self.grammar, thinking=self.thinking)
 
     def parser(self) -> ReplyParser:
         """A new parser, for one reply."""
@@ -73,11 +66,13 @@ def prepare(body: ChatRequest, format_: ChatFormat, vocabulary: GrammarVocabular
     functions = {tool.function.name: tool.function.parameters or {} for tool in body.offered}
     forced = isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required"
     one_call = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
-    grammar = _grammar(body, format_, vocabulary, forced, several=not one_call)
+    grammar = body.grammar(vocabulary)
+    if grammar is None:
+        grammar = _call_grammar(body, format_, vocabulary, forced, several=not one_call)
     thinking = _thinking(format_, start, settings.budget)
     may_think = start in (Start.POSSIBLE, Start.OPEN)
     if may_think and thinking is None and (grammar or settings.budget is not None):
-        name = "tools" if grammar else "thinking_budget"
+        name = body.grammar_field or ("tools" if grammar else "thinking_budget")
         raise _refused(name, f"this checkpoint has no tokens {THINK} and {END_THINK} to go by")
     return Chat(
         prompt=format_.tokenizer.encode(text),
@@ -143,7 +138,7 @@ def _refused(param: str, reason: str) -> ApiError:
     return ApiError(400, f"{param}: {reason}", param=param, code="unsupported_parameter")
 
 
-def _grammar(
+def _call_grammar(
     body: ChatRequest,
     format_: ChatFormat,
     vocabulary: GrammarVocabulary,

@@ -17,6 +17,7 @@ from dflash_jax.engine.turns import (
     Turns,
 )
 from dflash_jax.serve.errors import INVALID, OVERLOADED, SERVER, ApiError
+from dflash_jax.serve.logprobs import Known, LogprobReader
 from dflash_jax.serve.reply_parser import ReplyParser
 from dflash_jax.serve.reply_parts import Part, joined
 from dflash_jax.serve.responses import (
@@ -38,6 +39,7 @@ class Piece:
 
     index: int
     parts: Sequence[Part]
+    logprobs: Sequence[Known] = ()
     finish_reason: str | None = None
     error: ApiError | None = None
     round: Round | None = None  # if asked for
@@ -60,11 +62,13 @@ class Choice:
         text: ReplyText,
         parser: ReplyParser | None = None,
         rounds_too: bool = False,
+        logprobs: LogprobReader | None = None,
     ) -> None:
         """
         Args:
           parser: reads what the text consists of; left out, it is content.
           rounds_too: every round is a piece that says how its tokens came.
+          logprobs: for a request whose rules want them.
         """
         self.index = index
         self.request = request
@@ -79,6 +83,8 @@ class Choice:
         self._text = text
         self._parser = parser or ReplyParser()
         self._rounds_too = rounds_too
+        self._logprob_reader = logprobs
+        self.logprobs: list[Known] | None = None if logprobs is None else []
         self.post: Callable[[Piece], None] = lambda piece: None
 
     @property
@@ -95,7 +101,9 @@ class Choice:
     def on_round(self, record: RoundRecord) -> bool:
         texts: list[str] = []
         parts: list[Part] = []
+        offsets: list[int] = []
         for token in record.tokens:
+            offsets.append(self._text.characters)
             texts.append(self._text.push(token))
             parts += self._parsed(texts[-1])
             if self._complete:
@@ -112,10 +120,20 @@ class Choice:
             self.drafted += record.width
             self.accepted += min(kept, int(record.landed.sum()))
         told = _round(record, texts) if self._rounds_too else None
+        logprobs = self._read_logprobs(record, offsets)
         # The first bytes of a stream go out with the first token.
-        if parts or prompt_round or told:
-            self.post(Piece(self.index, joined(parts), round=told))
+        if parts or logprobs or prompt_round or told:
+            self.post(Piece(self.index, joined(parts), logprobs, round=told))
         return not self._complete
+
+    def _read_logprobs(self, record: RoundRecord, offsets: list[int]) -> list[Known]:
+        """Those of the round's kept tokens, for whom they are wanted."""
+        if self._logprob_reader is None or self.logprobs is None or record.logprobs is None:
+            return []
+        kept = record.tokens[: len(offsets)]
+        found = self._logprob_reader.read(kept, offsets, record.logprobs)
+        self.logprobs += found
+        return found
 
     @property
     def _complete(self) -> bool:
@@ -144,7 +162,7 @@ class Choice:
         elif ending is Ending.FAILED:
             error = ApiError(500, "decoding failed: see the server's log", SERVER)
         self.ended = True
-        self.post(Piece(self.index, parts, self.finish_reason or STOP, error))
+        self.post(Piece(self.index, parts, (), self.finish_reason or STOP, error))
 
 
 def _round(record: RoundRecord, texts: Sequence[str]) -> Round:

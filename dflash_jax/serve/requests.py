@@ -6,40 +6,32 @@ from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import Field
-from pydantic_core import PydanticCustomError
 
-from dflash_jax.serve.errors import sendable
+from dflash_jax.serve.body import Body
+from dflash_jax.serve.rule_requests import RuleFields
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_SEED = 2**64 - 1
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's own limit for /v1/completions
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 
 # Known names that are not supported -> the values that ask for nothing, which are taken.
 # None, the same as not given, is among them for each.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "regex": (),
     "grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_grammar": (),
+    "guided_choice": (),
     "functions": ([],),
     "function_call": ("none",),
     "chat_template": (),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "skip_special_tokens": (True,),
     "modalities": (["text"],),
     "audio": (),
@@ -59,38 +51,8 @@ _OF_CHATS: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "thinking_budget": (),
     "chat_template_kwargs": ({},),
+    "top_logprobs": (0,),
 }
-
-
-class Body(pydantic.BaseModel):
-    """Takes exactly the fields that are declared, of exactly their types."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    not_here: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _refuse_by_name(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {}
-        for name, value in data.items():
-            if name in cls.model_fields:
-                known[name] = value
-            elif name not in cls.not_here:
-                raise PydanticCustomError(
-                    "unknown_parameter", "unknown parameter: {name}", {"name": sendable(name[:100])}
-                )
-            elif not _asks_nothing(value, cls.not_here[name]):
-                raise PydanticCustomError(
-                    "unsupported_parameter", "{name} is not supported here", {"name": name}
-                )
-        return known
-
-
-def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """By type too: `false` is no 0."""
-    return value is None or any(type(value) is type(one) and value == one for one in neutral)
 
 
 class StreamOptions(Body):
@@ -108,7 +70,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail
 Text = Annotated[str, Field(min_length=1)]
 
 
-class Generation(Body):
+class Generation(RuleFields):
     """What completions and chats have in common."""
 
     not_here = _NOT_HERE
@@ -148,10 +110,22 @@ class Generation(Body):
             raise ValueError("stream_options needs stream: true")
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _least_and_most(self) -> Generation:
+        budget = self.token_budget
+        if budget is not None and (self.min_tokens or 0) > budget:
+            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens, {budget}")
+        return self
+
     @property
     def token_budget(self) -> int | None:
         """Most new tokens; None: what the context holds."""
         return self.max_tokens
+
+    @property
+    def logprobs_of(self) -> int | None:
+        """Of how many likeliest tokens at each place; None: of none, the picked one neither."""
+        return None
 
 
 class CompletionRequest(Generation):
@@ -164,6 +138,13 @@ class CompletionRequest(Generation):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     ) = Field(description="A text, token ids, or a list of either.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_COMPLETION_LOGPROBS, description="Of so many likeliest tokens."
+    )
+
+    @property
+    def logprobs_of(self) -> int | None:
+        return self.logprobs
 
     @property
     def token_budget(self) -> int:

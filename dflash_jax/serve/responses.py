@@ -47,9 +47,30 @@ class Timings(pydantic.BaseModel):
     mean_width: float | None
 
 
+class TopLogprob(pydantic.BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(pydantic.BaseModel):
+    content: list[TokenLogprob]  # of every token, reasoning and calls included
+    refusal: None = None
+
+
+class CompletionLogprobs(pydantic.BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # characters before the token
+
+
 class _Choice(pydantic.BaseModel):
     index: int
-    logprobs: None = None  # OpenAI's name for what is not given here
     finish_reason: FinishReason | None
     seed: int  # with it, the same request gives the same reply
     token_sha256: str  # over all the reply's ids as little-endian int32
@@ -57,6 +78,7 @@ class _Choice(pydantic.BaseModel):
 
 class CompletionChoice(_Choice):
     text: str
+    logprobs: CompletionLogprobs | None
 
 
 class FunctionCall(pydantic.BaseModel):
@@ -80,6 +102,7 @@ class ChatMessage(pydantic.BaseModel):
 
 class ChatChoice(_Choice):
     message: ChatMessage
+    logprobs: ChatLogprobs | None
 
 
 class _Reply(pydantic.BaseModel):

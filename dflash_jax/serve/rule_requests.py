@@ -178,13 +178,15 @@ class RuleFields(Body):
             schema = wanted.json_schema.schema_
         return grammars.of_json_schema(schema)
 
-    def stops(self, own: frozenset[int]) -> frozenset[int]:
+    def stop_ids(self, own: frozenset[int]) -> frozenset[int]:
         """The stop tokens; `own` are the checkpoint's."""
         return frozenset(self.stop_token_ids or ()) | (frozenset() if self.ignore_eos else own)
 
     def rules(self, grammar: Grammar | None, thinking: Thinking | None, logprobs: bool) -> Rules:
         """For the engine."""
         bias = self.logit_bias or {}
+        if grammar is None and thinking is not None and thinking.budget is None:
+            thinking = None  # it forces nothing
         return Rules(
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,

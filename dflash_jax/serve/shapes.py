@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dflash_jax.serve.errors import ApiError
+from dflash_jax.serve.logprobs import Known, of_chat, of_completion
 from dflash_jax.serve.replies import Choice, Piece, Replies
 from dflash_jax.serve.reply_parts import (
     Arguments,
@@ -22,9 +23,11 @@ from dflash_jax.serve.reply_parts import (
 from dflash_jax.serve.responses import (
     ChatChoice,
     ChatCompletion,
+    ChatLogprobs,
     ChatMessage,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     FunctionCall,
     ToolCall,
 )
@@ -58,12 +61,18 @@ class Shape:
     whole_choice: Callable[..., Any]
     opening: dict[str, Any] | None  # of a choice's first chunk
     part: Callable[[Part], dict[str, Any]]  # of a choice's chunk
-    closing: dict[str, Any]  # of a chunk without text, such as the last
+    logprobs: Callable[[Sequence[Known]], ChatLogprobs | CompletionLogprobs]
+    nothing: dict[str, Any]  # of a chunk without text, such as a choice's last
 
     def whole(self, head: Head, replies: Replies, parts: dict[int, list[Part]]) -> str:
         """The body of a reply that is not streamed."""
         choices = [
-            self.whole_choice(choice, joined(parts[choice.index]), **_last_facts(choice))
+            self.whole_choice(
+                choice,
+                joined(parts[choice.index]),
+                logprobs=None if choice.logprobs is None else self.logprobs(choice.logprobs),
+                **_last_facts(choice),
+            )
             for choice in replies.choices
         ]
         return self.whole_type(
@@ -103,14 +112,17 @@ class Chunks:
             self._opened.add(piece.index)
             if shape.opening is not None:
                 yield self._chunk(piece.index, shape.opening)
-        for part in piece.parts:
-            yield self._chunk(piece.index, shape.part(part))
+        chunks = [shape.part(part) for part in piece.parts]
+        if piece.logprobs:
+            first = chunks[0] if chunks else shape.nothing
+            chunks[:1] = [{**first, "logprobs": shape.logprobs(piece.logprobs).model_dump()}]
         if piece.round is not None:
-            fields = {**shape.closing, "round": piece.round.model_dump()}
-            yield self._chunk(piece.index, fields)
+            chunks.append({**shape.nothing, "round": piece.round.model_dump()})
+        for chunk in chunks:
+            yield self._chunk(piece.index, chunk)
         if piece.finish_reason is not None:
             choice = self._replies.choices[piece.index]
-            yield self._chunk(piece.index, {**shape.closing, **_last_facts(choice)})
+            yield self._chunk(piece.index, {**shape.nothing, **_last_facts(choice)})
 
     def end(self) -> Iterator[str]:
         """The usage, if it was asked for, and the end."""
@@ -188,7 +200,8 @@ COMPLETION = Shape(
     whole_choice=_completion,
     opening=None,
     part=_completion_part,
-    closing={"text": ""},
+    logprobs=of_completion,
+    nothing={"text": ""},
 )
 CHAT = Shape(
     prefix="chatcmpl",
@@ -197,5 +210,6 @@ CHAT = Shape(
     whole_choice=_chat,
     opening={"delta": {"role": "assistant", "content": ""}},
     part=_chat_part,
-    closing={"delta": {}},
+    logprobs=of_chat,
+    nothing={"delta": {}},
 )

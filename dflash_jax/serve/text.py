@@ -53,12 +53,22 @@ class ReplyText:
     """Tokens to text: incomplete characters and possible stop strings wait."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), shown: Collection[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        shown: Collection[str] = (),
+        min_tokens: int = 0,
     ) -> None:
-        """`shown`: tokens that are text even where the checkpoint says they are special."""
+        """
+        Args:
+          shown: tokens that are text even where the checkpoint says they are special.
+          min_tokens: stop strings in the text of these first tokens are none.
+        """
         self._tokenizer = tokenizer
         self._decoder = tokenizer.stream()
         self._stops = StopStrings(stops)
+        self._before_stops = min_tokens  # tokens
+        self.characters = 0  # of the tokens so far
         ids = {tokenizer.token_id(token): token for token in shown}
         self._shown = {token_id: ids[token_id] for token_id in ids.keys() & tokenizer.special_ids}
 
@@ -73,6 +83,10 @@ class ReplyText:
             self._decoder = self._tokenizer.stream()
         else:
             text = self._decoder.push(token)
+        self.characters += len(text)
+        if self._before_stops:
+            self._before_stops -= 1
+            return text
         return self._stops.push(text)
 
     def finish(self) -> str:
