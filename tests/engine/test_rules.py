@@ -235,7 +235,7 @@ def test_every_width_gives_plain_decodings_tokens(rule, sampling):
             assert all(record.logprobs is None for record in records)
     width = int(rule[6:]) if rule.startswith("fixed") else 15
     assert landed > (100 if width >= 4 else 0 if width else -1)
-    assert rounds > 100
+    assert rounds > 40  # of all rules together
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

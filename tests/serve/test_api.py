@@ -326,7 +326,7 @@ def test_contents_in_parts_and_developers(server):
 )
 def test_what_is_not_supported_is_refused_by_name(server, path, name):
     prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
-    value = {"logprobs": 0, "best_of": 2, "min_tokens": 1}.get(name, "something")
+    value = {"best_of": 2}.get(name, "something")
     reply = server.post(path, **prompt, max_tokens=1, **{name: value})
     assert reply.status_code == 400
     error = reply.json()["error"]
