@@ -21,7 +21,7 @@ from dflash_jax.errors import InputError
 _WHITESPACE = r"[ \t\r\n]{1,24}"
 
 
-def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
+def of_json_schema(schema: Mapping[str, Any]) -> str:
     """A JSON Schema's grammar; InputError for one nested too deeply."""
     try:
         return LLMatcher.grammar_from_json_schema(

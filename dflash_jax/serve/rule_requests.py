@@ -25,7 +25,7 @@ MAX_CHOICE_TEXTS = 1024
 MAX_STOP_TOKENS = 1024
 
 Neutral = dict[str, tuple[Any, ...]]
-JsonSchema = dict[str, Any] | bool
+JsonSchema = dict[str, Any]
 
 
 class TextFormat(Body):

@@ -140,7 +140,8 @@ def test_a_completions_logprobs_are_in_the_old_layout(server, stream, top):
     assert offsets == sorted(offsets)
     for token, offset in zip(tokens, offsets, strict=True):
         if token.isascii() and not token.startswith(("bytes:", "<|")):
-            assert text[offset:].startswith(token)
+            # A broken character before it comes with it.
+            assert text[offset:].lstrip("\ufffd").startswith(token)
 
 
 def test_logprobs_are_null_unless_asked_for(server):
@@ -191,14 +192,13 @@ def test_a_json_object_is_one(server):
         ({"grammar": 'start: "a" b\nb: "x" | "y"'}, "a[xy]"),
         ({"grammar": 'root ::= "a" [0-9]'}, "a[0-9]"),
         ({"json": {"enum": [1, "two"]}}, '1|"two"'),
-        ({"json": True}, r"(?s).*"),
     ],
 )
 def test_structured_outputs(server, wanted, pattern):
     body = {"prompt": PROMPT, "structured_outputs": wanted, "max_tokens": 30, **SAMPLED}
     reply = server.post(COMPLETE, **body)
     choice = reply.json()["choices"][0]
-    assert choice["finish_reason"] == "stop" or wanted == {"json": True}
+    assert choice["finish_reason"] == "stop"
     assert re.fullmatch(pattern, choice["text"])
 
 
