@@ -25,6 +25,13 @@ CHECKS = (
     openapi_checks.unsupported_method,
 )
 
+# Paths -> fields with which a body is whole.
+NEEDED = {
+    "/v1/completions": ["prompt"],
+    "/v1/chat/completions": ["messages"],
+    "/tokenize": ["prompt"],
+}
+
 
 class Short:
     """A driver that gives three tokens at most."""
@@ -54,6 +61,7 @@ def document():
 def statuses(operation, mode) -> set[int]:
     """What the server answers to some requests, each of which keeps to the document."""
     seen = set()
+    needed = NEEDED.get(operation.path)
 
     @hypothesis.seed(0)
     @hypothesis.settings(
@@ -62,8 +70,11 @@ def statuses(operation, mode) -> set[int]:
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(operation.as_strategy(generation_mode=mode))
-    def check(case):
+    @hypothesis.given(operation.as_strategy(generation_mode=mode), hypothesis.strategies.booleans())
+    def check(case, small):
+        # With every field at random, some two always contradict each other.
+        if mode is schemathesis.GenerationMode.POSITIVE and needed and small:
+            case.body = {name: case.body[name] for name in needed if name in case.body}
         seen.add(case.call_and_validate(checks=CHECKS).status_code)
 
     check()
@@ -74,7 +85,8 @@ def statuses(operation, mode) -> set[int]:
 def test_requests_that_keep_to_the_document(document):
     for operation in document.get_all_operations():
         seen = statuses(operation.ok(), schemathesis.GenerationMode.POSITIVE)
-        assert 200 in seen or "{" in operation.ok().path
+        # Names of models and of rules cannot be guessed from the document.
+        assert 200 in seen or "{" in operation.ok().path or operation.ok().path == "/rule"
 
 
 @pytest.mark.slow
