@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 
 from absl import app, flags
@@ -28,6 +30,9 @@ def run(main: Callable[[list[str]], None]) -> None:
         with one_line_errors():
             main(argv)
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A reply may hold any character; the terminal's encoding need not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     app.run(guarded, flags_parser=parse_flags)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -20,10 +21,17 @@ def one_line_errors() -> Iterator[None]:
     """Entry points wrap their work in this: an `InputError` becomes one line and exit status 2.
 
     Ctrl-C ends the process at once with status 130: threads that compile cannot be interrupted,
-    and waiting for them would take half a minute.
+    and waiting for them would take half a minute. A reader of the output that has gone (`| head`)
+    ends it with status 141, as the shell's own tools do, and without a word.
     """
     try:
         yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered must not fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.stdout.flush()

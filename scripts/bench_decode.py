@@ -37,14 +37,17 @@ from dflash_jax.engine import LoneDriver, Request
 from dflash_jax.engine.loading import ModelConfig, Models, load_models, prepare_models
 from dflash_jax.engine.prompts import read_prompt_file, require_fit
 from dflash_jax.errors import InputError
+from dflash_jax.pricing import make_rule
 from dflash_jax.tree.growth import CAP
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
 _PROMPTS = flags.DEFINE_string("prompt_file", "configs/prompts/bench.jsonl", "JSON lines.")
-_COUNT = flags.DEFINE_integer("count", 0, "Prompts to use, from the first; 0 is all.")
+_COUNT = flags.DEFINE_integer(
+    "count", 0, "Prompts to use, from the first; 0 is all.", lower_bound=0
+)
 _RULES = flags.DEFINE_list("rules", ["fixed:0", "renewal"], "Rules, or `all` widths and renewal.")
 _SEEDS = flags.DEFINE_list("seeds", [], "Also sampled at temperature 1.0, top-k 20, top-p 0.95.")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most new tokens a reply.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most new tokens a reply.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 1, "Times each reply is decoded.", lower_bound=1)
 _RECORD = flags.DEFINE_string("record", None, "Writes RECORD.jsonl and RECORD.md.")
 _RESUME = flags.DEFINE_bool("resume", False, "Keeps the replies that RECORD.jsonl has.")
@@ -60,7 +63,11 @@ ReplyKey = tuple[int, str, str]  # prompt, sampling, rule
 def rules() -> list[str]:
     names = _RULES.value
     if names == ["all"]:
-        return [f"fixed:{width}" for width in range(CAP + 1)] + ["renewal"]
+        names = [f"fixed:{width}" for width in range(CAP + 1)] + ["renewal"]
+    if not names:
+        raise InputError("--rules names no rule")
+    for name in names:
+        make_rule(name)  # an unknown one is an error now, not after compiling
     return names
 
 
@@ -221,7 +228,10 @@ def write_record(path: str, rows: list[list[str]], notes: list[str]) -> None:
     lines += [f"- {note}" for note in notes]
     lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
-    pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    try:
+        pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--record={path}: {path}.md: {error.strerror}") from error
 
 
 def peak_memory_gb() -> float:
@@ -238,6 +248,8 @@ def run(found: platform.Platform) -> int:
         raise InputError("--resume needs --record: the record to go on with")
     begin = time.perf_counter()
     models = load_models(config)
+    if models.drafter is None and set(wanted) != {PLAIN}:
+        raise InputError("the config names no drafter: give one, or --rules=fixed:0")
     prompts = read_prompt_file(_PROMPTS.value, models.target.tokenizer)
     prompts = prompts[: _COUNT.value or None]
     require_fit(prompts, config.context_limit, models.target.config.vocab_size)

@@ -72,6 +72,8 @@ class Options:
             raise InputError(f"--width={width}: give auto, or a number from 0 to --cap={cap}")
         if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
             raise InputError("give --prompt or --prompt_file, one of the two")
+        if _JSON_OUT.value and _JSON_OUT.value == _TRACE_OUT.value:
+            raise InputError(f"--json_out and --trace_out are both {_JSON_OUT.value}: give two")
         make_rule(rule, cap=cap)  # an unknown one is an error now, not after compiling
         sampling = Sampling(
             _TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _MIN_P.value, _SEED.value
@@ -138,6 +140,9 @@ def run(options: Options, found: platform.Platform) -> None:
         f"{decoder.check.widths} give plain decoding's bits"
     )
     for reply, records in decode_all(driver, models.target, requests):
+        json_out.write(reply)
+        for record in records[1:]:
+            trace_out.write(round_record(record))
         if not _QUIET.value:
             print(reply["text"])
         rate = reply["decode_tok_s"] or 0.0
@@ -148,9 +153,6 @@ def run(options: Options, found: platform.Platform) -> None:
             f"token_sha256 {reply['token_sha256']}]",
             flush=True,
         )
-        json_out.write(reply)
-        for record in records[1:]:
-            trace_out.write(round_record(record))
     json_out.close()
     trace_out.close()
 

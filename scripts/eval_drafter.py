@@ -12,6 +12,7 @@ calibration beside the drafter (calibration.json), where serving finds it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 
@@ -27,6 +28,7 @@ from dflash_jax import entry, platform
 from dflash_jax.checkpoints.drafter import load_drafter
 from dflash_jax.checkpoints.target import Target
 from dflash_jax.decode.sampling import Sampling
+from dflash_jax.engine.loading import CALIBRATION_FILE
 from dflash_jax.errors import InputError
 from dflash_jax.train import recipe
 from dflash_jax.train.devices import data_mesh
@@ -34,6 +36,7 @@ from dflash_jax.train.evaluate import Evaluation, evaluate
 from dflash_jax.train.plots import plot_depth, plot_reliability, plot_widths
 from dflash_jax.train.prompts import Prompt, read_prompts
 from dflash_jax.train.replies import Reply, keep_replies, read_replies, write_replies
+from dflash_jax.train.shards import write_problem
 from dflash_jax.train.step import Models
 from dflash_jax.tree.growth import CAP
 
@@ -42,15 +45,15 @@ _DRAFTERS = flags.DEFINE_list("drafter", None, "folders of drafters", required=T
 _OUT = flags.DEFINE_string("out", None, "folder of the results", required=True)
 _PROMPTS = flags.DEFINE_list("prompts", ["configs/prompts/heldout.jsonl"], "prompt files")
 _REPLIES = flags.DEFINE_string("replies", None, "file that keeps the replies for later calls")
-_COUNT = flags.DEFINE_integer("count", 0, "prompts to use, evenly spread; 0 is all")
-_LENGTH = flags.DEFINE_integer("length", 512, "tokens of prompt and reply together")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "longest reply")
-_SEEDS = flags.DEFINE_integer("seeds", 2, "sampled replies to each prompt")
+_COUNT = flags.DEFINE_integer("count", 0, "prompts to use, evenly spread; 0 is all", lower_bound=0)
+_LENGTH = flags.DEFINE_integer("length", 512, "tokens of prompt and reply together", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "longest reply", lower_bound=1)
+_SEEDS = flags.DEFINE_integer("seeds", 2, "sampled replies to each prompt", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "of the sampled replies")
 _TOP_K = flags.DEFINE_integer("top_k", 20, "of the sampled replies")
 _TOP_P = flags.DEFINE_float("top_p", 0.95, "of the sampled replies")
-_ROWS = flags.DEFINE_integer("rows", 16, "replies read together")
-_ANCHORS = flags.DEFINE_integer("anchors", 64, "blocks of a reply drafted together")
+_ROWS = flags.DEFINE_integer("rows", 16, "replies read together", lower_bound=1)
+_ANCHORS = flags.DEFINE_integer("anchors", 64, "blocks of a reply drafted together", lower_bound=1)
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "where to run")
 flags.mark_flag_as_required("config")
 
@@ -62,6 +65,8 @@ def main(_: list[str]) -> None:
 
 
 def run(console: Console) -> None:
+    if not all(_DRAFTERS.value or [""]):
+        raise InputError("--drafter: give a folder, or several with commas between them")
     mesh = data_mesh(1)
     target = recipe.load_target(_CONFIG.value)
     train = recipe.train_config(_CONFIG.value)
@@ -155,10 +160,18 @@ def write(out: pathlib.Path, drafter: pathlib.Path, results: dict[str, Evaluatio
         )
         everything = {name: result.to_json() for name, result in results.items()}
         (out / "eval.json").write_text(json.dumps(everything, indent=1) + "\n")
-        calibration = {name: result.calibration for name, result in results.items()}
-        (drafter / "calibration.json").write_text(json.dumps(calibration, indent=1) + "\n")
     except OSError as error:
-        raise InputError(f"{out}: cannot write ({error.strerror or error})") from error
+        raise InputError(write_problem(out, error)) from error
+    calibration = {name: result.calibration for name, result in results.items()}
+    path = drafter / CALIBRATION_FILE
+    partial = path.with_suffix(".partial")  # a full disk must not cost the earlier calibration
+    try:
+        partial.write_text(json.dumps(calibration, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise InputError(write_problem(path, error)) from error
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ from dflash_jax.train.prompts import read_prompts
 _CONFIG = config_flags.DEFINE_config_file("config", None, "the recipe", lock_config=True)
 _OUT = flags.DEFINE_string("out", None, "folder of the shards", required=True)
 _PROMPTS = flags.DEFINE_list("prompts", None, "prompt files beside those of the recipe")
-_DEVICES = flags.DEFINE_integer("devices", 0, "devices to use; 0 is all")
-_TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 0, "begin no shard after so long; 0 is no limit")
+_DEVICES = flags.DEFINE_integer("devices", 0, "devices to use; 0 is all", lower_bound=0)
+_TIME_LIMIT_S = flags.DEFINE_float(
+    "time_limit_s", 0, "begin no shard after so long; 0 is no limit", lower_bound=0
+)
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "where to run")
 flags.mark_flag_as_required("config")
 

@@ -31,8 +31,8 @@ from dflash_jax.train.step import Metrics, Models, count_parameters
 _CONFIG = config_flags.DEFINE_config_file("config", None, "the recipe", lock_config=True)
 _DATA = flags.DEFINE_string("data", None, "folder of shards", required=True)
 _OUT = flags.DEFINE_string("out", None, "folder of checkpoints and the drafter", required=True)
-_DEVICES = flags.DEFINE_integer("devices", 0, "devices to use; 0 is all")
-_TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 0, "training time; 0 is no limit")
+_DEVICES = flags.DEFINE_integer("devices", 0, "devices to use; 0 is all", lower_bound=0)
+_TIME_LIMIT_S = flags.DEFINE_float("time_limit_s", 0, "training time; 0 is no limit", lower_bound=0)
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "where to run")
 flags.mark_flag_as_required("config")
 

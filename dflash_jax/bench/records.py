@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections import Counter
@@ -86,7 +87,7 @@ class Lines:
     """
 
     def __init__(self, path: str | None, flag: str, keep: bool = False) -> None:
-        self._path, self._flag = path, flag
+        self._path, self._flag = path or "", flag
         self._file = None
         self._begun = keep
         if path:
@@ -99,7 +100,7 @@ class Lines:
         if self._file is None:
             return
         try:
-            if not self._begun and self._file.seekable():
+            if not self._begun and os.path.isfile(self._path):  # no device, no pipe
                 self._file.truncate(0)
             self._begun = True
             self._file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -67,7 +67,8 @@ class ChatTemplate:
             ValueError,
             LookupError,
             AttributeError,
-            OverflowError,
+            ArithmeticError,
+            RecursionError,
         ) as error:
             # A template is a program: content of a kind that it does not expect raises anything.
             reason = " ".join(str(error).split())  # a template's message may span lines

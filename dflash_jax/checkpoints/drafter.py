@@ -28,6 +28,7 @@ from dflash_jax.models.dflash2_config import DrafterConfig
 DRAFT_VOCAB = "draft_vocab"
 INT8 = "int8"
 _STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+STORED_DTYPES = (*_STORED, INT8)  # of `save_drafter`
 
 
 class TargetConfig(Protocol):
@@ -112,8 +113,8 @@ def save_drafter(
       InputError: params are not this config's, the dtype is unknown or cannot hold the values, or
         the folder holds shards, which would hide the new file.
     """
-    if dtype not in (*_STORED, INT8):
-        raise InputError(f"drafter dtype {dtype!r} is none of {[*_STORED, INT8]}")
+    if dtype not in STORED_DTYPES:
+        raise InputError(f"drafter dtype {dtype!r} is none of {STORED_DTYPES}")
     path = Path(directory)
     if (path / INDEX_FILE).exists():
         raise InputError(

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from dflash_jax.checkpoints.chat import ChatTemplate
-from dflash_jax.checkpoints.safetensors_files import read_json
+from dflash_jax.checkpoints.safetensors_files import read_json, refused_kinds
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
 
@@ -33,12 +33,15 @@ def from_directory(directory: pathlib.Path) -> Tokenizer:
     config_path = directory / CONFIG_FILE
     config = read_json(config_path) if config_path.is_file() else {}
     added = backend.get_added_tokens_decoder()
-    source = _chat_template(directory, config)
+    with refused_kinds(config_path):
+        source = _chat_template(directory, config)
+        bos_id = _token_id(backend, config, "bos_token")
+        eos_id = _token_id(backend, config, "eos_token")
     return Tokenizer(
         backend=backend,
-        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
-        bos_id=_token_id(backend, config, "bos_token"),
-        eos_id=_token_id(backend, config, "eos_token"),
+        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1),
+        bos_id=bos_id,
+        eos_id=eos_id,
         special_ids=frozenset(index for index, token in added.items() if token.special),
         chat_template=ChatTemplate(source, str(directory)) if source else None,
     )
@@ -60,9 +63,14 @@ def _token_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: st
 def _chat_template(directory: pathlib.Path, config: Mapping[str, Any]) -> str | None:
     path = directory / TEMPLATE_FILE
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: not a readable template ({error})") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
+    if not isinstance(template, str | None):
+        raise TypeError(f"chat_template is a {type(template).__name__}")
     return template

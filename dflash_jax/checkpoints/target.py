@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -156,17 +156,20 @@ def _load_directory(
     if not config_path.is_file():
         raise InputError(f"{directory}: holds no config.json")
     hf_config = safetensors_files.read_json(config_path)
-    hybrids = qwen3_5_config.is_family(hf_config)
-    opened = (hybrid.open_directory if hybrids else _open_llama_directory)(directory, dtype, store)
+    with safetensors_files.refused_kinds(config_path):
+        hybrids = qwen3_5_config.is_family(hf_config)
+        open_it = hybrid.open_directory if hybrids else _open_llama_directory
+        opened = open_it(directory, dtype, store)
     tokenizer = hf_tokenizer.from_directory(directory)
     accept(opened.config)
     params = opened.read()
     generation_path = directory / "generation_config.json"
     generation = safetensors_files.read_json(generation_path) if generation_path.is_file() else {}
-    text = hf_config.get("text_config") or {}  # where there is vision beside it
-    stops = {
-        eos for part in (hf_config, text, generation) for eos in _ids(part.get("eos_token_id"))
-    }
+    with safetensors_files.refused_kinds(config_path):
+        text = hf_config.get("text_config") or {}  # where there is vision beside it
+        stops = {*_ids(hf_config), *_ids(text)}
+    with safetensors_files.refused_kinds(generation_path):
+        stops.update(_ids(generation))
     if tokenizer.eos_id is not None:
         stops.add(tokenizer.eos_id)
     return Target(
@@ -214,10 +217,13 @@ def _check_tensor_count(config: LlamaConfig, source: TensorSource) -> None:
         raise InputError(f"{source.label}: {config.num_layers} layers, but only {count} tensors")
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list) else [value]
+def _ids(config: Mapping[str, Any]) -> list[int]:
+    """The stop tokens that a config gives: none, one, or a list."""
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise TypeError(f"eos_token_id {value!r}")
+    return ids
 
 
 def fingerprint(paths: Sequence[pathlib.Path]) -> str:

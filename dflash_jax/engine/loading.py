@@ -116,7 +116,7 @@ def _calibration(path: pathlib.Path) -> Any:
     try:
         record = json.loads(path.read_text())
         pricing.LandingModel(prior=record)
-    except (ValueError, InputError) as error:
+    except (OSError, ValueError, RecursionError, InputError) as error:
         raise InputError(f"{path} is no calibration record ({error}): evaluate again") from error
     return record
 

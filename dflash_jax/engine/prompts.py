@@ -34,7 +34,7 @@ def read_prompt_file(path: str, tokenizer: Tokenizer, chat: bool = True) -> list
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, numbers too long, lists too deep
         raise InputError(f"{where} is no JSON object: {error}") from error
     if not isinstance(record, dict):
         raise InputError(f"{where} is no JSON object")

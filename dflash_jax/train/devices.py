@@ -18,7 +18,7 @@ def data_mesh(count: int = 0) -> Mesh:
       InputError: fewer devices than asked for.
     """
     devices = jax.devices()
-    if count > len(devices):
+    if not 0 <= count <= len(devices):
         raise InputError(
             f"--devices={count}: JAX sees {len(devices)} {devices[0].platform} device(s)"
         )

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
-import os
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +20,14 @@ from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
 from dflash_jax.train.prompts import Prompt, PromptSet
 from dflash_jax.train.rollout import ASSISTANT, USER, Prompts, Rollout, RolloutConfig, Template
-from dflash_jax.train.shards import Rows, ShardHeader, label_rows, shard_path, write_shard
+from dflash_jax.train.shards import (
+    Rows,
+    ShardHeader,
+    label_rows,
+    read_header,
+    shard_path,
+    write_shard,
+)
 
 SELF = "self"  # kind of the rows whose user turns the target writes too
 LONGEST_PERIOD = 48  # tokens; longer loops are rare
@@ -47,8 +54,13 @@ class DataConfig:
                 raise InputError(f"data config: {name} must be in [0, 1]")
         if len(self.temperatures) != len(self.temperature_weights) or not self.temperatures:
             raise InputError("data config: temperatures and their weights differ in number")
-        if min(self.temperatures) < 0 or min(self.temperature_weights) < 0:
-            raise InputError("data config: temperatures and their weights cannot be negative")
+        if not all(0 <= x < math.inf for x in (*self.temperatures, *self.temperature_weights)):
+            raise InputError("data config: temperatures and their weights must be numbers from 0")
+        if not sum(self.temperature_weights):
+            raise InputError("data config: one of temperature_weights must be above 0")
+        for name, least in (("seed", 0), ("shards", 1), ("max_repeat_tokens", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"data config: {name} must be at least {least}")
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
@@ -109,7 +121,7 @@ class Generator:
         self._config = config
         self._prompts = prompts
         self._template = chat_template(target.tokenizer)
-        self.kinds = (SELF, *(prompts.kinds if prompts else ()))
+        self.kinds: tuple[str, ...] = (SELF, *(prompts.kinds if prompts else ()))
         self._header = {
             "tokenizer": tokenizer_fingerprint(target.tokenizer),
             "vocab_size": target.config.vocab_size,
@@ -151,12 +163,16 @@ class Generator:
             return np.array(self._tokenizer.encode(prompt.text, add_special=True), np.int32)
         return np.array(self._tokenizer.encode_chat(list(prompt.messages)), np.int32)
 
+    def header(self, shard: int) -> ShardHeader:
+        """What the shard says of itself."""
+        return ShardHeader(shard=shard, **self._header)  # type: ignore[arg-type]
+
     def write(self, shard: int) -> Callable[[], tuple[ShardHeader, Rows]]:
         """Runs a shard on the device; calling the result labels it on the host."""
         starts, kinds = self.starts(shard)
         key = jax.random.fold_in(jax.random.key(self._config.seed), shard)
         tokens, own = self._rollout.write(starts, key)
-        header = ShardHeader(shard=shard, **self._header)  # type: ignore[arg-type]
+        header = self.header(shard)
 
         def label() -> tuple[ShardHeader, Rows]:
             useful = own & ~find_repetitions(tokens, self._config.max_repeat_tokens)
@@ -189,8 +205,23 @@ def generate(
     Args:
       directory: where shards go; those that are there are left alone.
       time_limit_s: no shard is begun after it; 0 is no limit.
+
+    Raises:
+      InputError: a shard that is there is corrupt or of other settings; the disk is full.
     """
     begin = time.monotonic()
+    missing = []
+    for shard in range(config.shards):
+        path = shard_path(directory, shard)
+        if not path.exists():
+            missing.append(shard)
+        elif (found := read_header(path)) != (wanted := generator.header(shard)):
+            differences = ", ".join(
+                name
+                for name, value in dataclasses.asdict(wanted).items()
+                if getattr(found, name) != value
+            )
+            raise InputError(f"{path}: made with another {differences}; choose another --out")
 
     def store(label: Callable[[], tuple[ShardHeader, Rows]]) -> tuple[int, int, int]:
         header, rows = label()
@@ -201,9 +232,7 @@ def generate(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting: concurrent.futures.Future[tuple[int, int, int]] | None = None
         seconds = 0.0
-        for shard in range(config.shards):
-            if os.path.exists(shard_path(directory, shard)):
-                continue
+        for shard in missing:
             if time_limit_s and time.monotonic() - begin > time_limit_s:
                 break
             start = time.monotonic()

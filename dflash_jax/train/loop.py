@@ -146,9 +146,12 @@ class Trainer:
         self.elapsed_s = 0.0
         self.directory = pathlib.Path(directory)
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-        self._manager = ocp.CheckpointManager(
-            self.directory.resolve() / "checkpoints", options=options
-        )
+        try:
+            self._manager = ocp.CheckpointManager(
+                self.directory.resolve() / "checkpoints", options=options
+            )
+        except OSError as error:
+            raise InputError(write_problem(self.directory, error)) from error
         fresh = self._manager.latest_step() is None
         start = warm_start(models) if models.train.start_from and fresh else None
         self.state: TrainState = replicate(initial_state(models, start), mesh)
@@ -273,11 +276,9 @@ class Trainer:
                 step, args=ocp.args.Composite(**{META: ocp.args.JsonRestore()})
             )
             found = dict(restored[META])
+            elapsed = float(found.pop("elapsed_s", 0.0))
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise InputError(
-                f"{where}: not a readable checkpoint ({_first_line(error)})"
-            ) from error
-        elapsed = found.pop("elapsed_s", 0.0)
+            raise InputError(_unreadable(where, error)) from error
         for name, value in self._meta().items():
             if found.get(name) != value:
                 raise InputError(
@@ -292,13 +293,18 @@ class Trainer:
                 step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(shapes)})
             )
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise InputError(
-                f"{where}: not a readable checkpoint ({_first_line(error)})"
-            ) from error
+            raise InputError(_unreadable(where, error)) from error
         # Orbax's arrays may be memory of NumPy's, which a step must not be given to reuse: with
         # jax 0.5 a train step from the compilation cache then writes over what is not its own.
         self.state = jax.tree.map(jnp.copy, restored[STATE])
-        self.elapsed_s = float(elapsed)
+        self.elapsed_s = elapsed
+
+
+def _unreadable(where: pathlib.Path, error: Exception) -> str:
+    return (
+        f"{where}: not a readable checkpoint ({_first_line(error)}); delete that folder to go on"
+        " from the one before it, or from the start"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -97,7 +97,8 @@ def read_prompts(*paths: str | os.PathLike[str]) -> PromptSet:
     slots: dict[str, tuple[str, ...]] = {}
     for path in paths:
         try:
-            lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+            # Not `splitlines`: JSON texts may hold U+2028 and other ends of lines as they are.
+            lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: cannot read prompts ({error})") from error
         for number, line in enumerate(lines, 1):
@@ -117,18 +118,23 @@ def read_prompts(*paths: str | os.PathLike[str]) -> PromptSet:
 def _parse(where: str, line: str) -> Prompt | dict[str, tuple[str, ...]]:
     try:
         fields: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(fields, ensure_ascii=False).encode()  # a lone surrogate is no text
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error})") from error
     match fields:
         case {"slot": str(name), "values": [str(), *_] as values}:
             return {name: tuple(map(str, values))}
         case {"prompt": str(text)}:
             messages: tuple[Message, ...] = ({"role": "user", "content": text},)
-        case {"text": str(text)}:
+        case {"text": str(text)} if text:
             return Prompt(str(fields.get("kind", "text")), text=text)
         case {"messages": [{"role": str(), "content": str()}, *_] as given}:
-            if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in given):
-                raise InputError(f"{where}: a message without content")
+            for message in given:
+                match message:
+                    case {"role": str(), "content": str()}:
+                        pass
+                    case _:
+                        raise InputError(f"{where}: a message needs a role and a content")
             messages = tuple({"role": m["role"], "content": m["content"]} for m in given)
         case _:
             raise InputError(f"{where}: needs prompt, messages, text, or slot with values")

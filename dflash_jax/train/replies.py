@@ -6,6 +6,7 @@ the target's tokens do not depend on the drafter.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import zipfile
 import zlib
@@ -66,6 +67,9 @@ def write_replies(
 
     A reply ends with a stop token, with `max_tokens`, or where the buffer does. Row i draws with
     seed `sampling.seed + i`.
+
+    Raises:
+      InputError: no prompt is left.
     """
     encoded: list[tuple[str, np.ndarray]] = []
     for prompt in prompts:
@@ -76,6 +80,8 @@ def write_replies(
         )
         if 0 < len(ids) <= length - 16:
             encoded.append((prompt.kind, np.array(ids, np.int32)))
+    if not encoded:
+        raise InputError(f"no prompt leaves room for a reply in {length} tokens: raise --length")
     batch = -(-len(encoded) // mesh.size) * mesh.size
     seeds = np.stack([split_seed(sampling.seed + row) for row in range(batch)])
     tokens, lengths = np.zeros((batch, length), np.int32), np.ones(batch, np.int32)
@@ -125,7 +131,8 @@ def keep_replies(path: pathlib.Path, made_with: str, replies: dict[str, list[Rep
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise InputError(f"{path}: cannot write ({error.strerror or error})") from error
 
 
@@ -136,9 +143,11 @@ def read_replies(path: pathlib.Path, made_with: str) -> dict[str, list[Reply]]:
             arrays = {name: file[name] for name in file.files}
         found = str(arrays.pop("made_with"))
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise InputError(f"{path}: no readable replies ({error}); delete it") from error
+        raise InputError(f"{path}: no readable replies ({error}); give another file") from error
     if found != made_with:
-        raise InputError(f"{path}: replies of another target, prompt file or setting; delete it")
+        raise InputError(
+            f"{path}: replies of another target, prompt file or setting; give another file"
+        )
     replies: dict[str, list[Reply]] = {}
     for name in dict.fromkeys(key.split(".")[0] for key in arrays):
         kind, tokens, *numbers = (arrays[f"{name}.{field}"] for field in Reply._fields)

@@ -156,6 +156,9 @@ class Rollout:
       mesh: devices that share the batch, on one axis; the parameters are on all of them.
       pick: (logits [B, V], position of the token to be drawn) -> [B] int32; None draws by
         temperature and min-p.
+
+    Raises:
+      InputError: rows longer than the target's positions.
     """
 
     def __init__(
@@ -170,6 +173,9 @@ class Rollout:
         self.config = config
         self._pick = pick
         self._target, self._params = target
+        longest = self._target.max_position_embeddings
+        if config.length > longest:
+            raise InputError(f"rollout: length {config.length} is beyond the target's {longest}")
         axis = mesh.axis_names[0]
         self._rows = NamedSharding(mesh, PartitionSpec(axis))
         self._written = NamedSharding(mesh, PartitionSpec(None, axis))

@@ -13,6 +13,7 @@ A shard is one `.npz` file (zip, so every array has a checksum):
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -22,6 +23,7 @@ import os
 import pathlib
 import zipfile
 import zlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,7 +135,8 @@ def write_shard(directory: str | os.PathLike[str], header: ShardHeader, rows: Ro
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise InputError(write_problem(path, error)) from error
     return path
 
@@ -151,12 +154,26 @@ def read_shard(path: str | os.PathLike[str]) -> tuple[ShardHeader, Rows]:
     Raises:
       InputError: the file is missing, truncated, corrupt, or not a shard.
     """
-    try:
+    with _named_if_corrupt(path):
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         header = _parse_header(arrays.pop("header"))
         arrays["own"] = np.unpackbits(arrays["own"], axis=1, count=header.length).astype(bool)
         rows = Rows(**arrays)
+    _check_rows(path, header, rows)
+    return header, rows
+
+
+def read_header(path: str | os.PathLike[str]) -> ShardHeader:
+    """Reads what a shard says of itself alone. InputError as `read_shard`."""
+    with _named_if_corrupt(path), np.load(path, allow_pickle=False) as file:
+        return _parse_header(file["header"])
+
+
+@contextlib.contextmanager
+def _named_if_corrupt(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
     except (
         OSError,
         EOFError,
@@ -169,8 +186,6 @@ def read_shard(path: str | os.PathLike[str]) -> tuple[ShardHeader, Rows]:
         raise InputError(
             f"{path}: corrupt or no shard ({e}); delete it and run scripts/generate_data.py again"
         ) from e
-    _check_rows(path, header, rows)
-    return header, rows
 
 
 def _parse_header(text: np.ndarray) -> ShardHeader:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dflash_jax.checkpoints.drafter import STORED_DTYPES
 from dflash_jax.errors import InputError
 from dflash_jax.models import layers, targets
 from dflash_jax.models.dflash2 import init_params
@@ -80,6 +81,19 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise InputError(f"train config: {name} must be at least 1")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"train config: {name} must be a number above 0")
+        for name in ("seed", "max_shards", "weight_decay", "selector_weight", "decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"train config: {name} must be a number from 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"train config: {name} must be from 0 to below 1")
+        if self.export_dtype not in STORED_DTYPES:
+            raise InputError(
+                f"train config: export_dtype {self.export_dtype!r} is none of {STORED_DTYPES}"
+            )
         if self.anchors % self.head_chunks:
             raise InputError(
                 f"train config: anchors {self.anchors} is no multiple of head_chunks "

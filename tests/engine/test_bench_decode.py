@@ -68,3 +68,21 @@ def test_resume_needs_a_record(folder):
     result = bench(folder, "--resume", "--record=")
     assert result.returncode == 2
     assert result.stderr.startswith("error: --resume needs --record")
+
+
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [
+        ("--rules=nonsense", "unknown rule 'nonsense'"),
+        ("--rules=", "--rules"),
+        ("--rules=renewal", "names no drafter"),
+        ("--count=-1", "count"),
+        ("--max_tokens=0", "max_tokens"),
+    ],
+)
+def test_bad_input_is_refused_before_compiling(folder, flag, named):
+    result = bench(folder, flag)
+    assert result.returncode == 2
+    assert "compiling" not in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert named in result.stderr

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -29,6 +30,19 @@ DRAFTER = dataclasses.replace(
     mask_token_id=299,
     block_size=8,
 )
+TEMPLATES = {
+    "latin1_template": b"\xff",
+    "zero_template": b"{{ 1 / 0 }}",
+    "endless_template": b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+# Of config.json: values of a kind that they cannot have.
+WRONG_KINDS = {
+    "architectures": 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": "x"},
+    "rms_norm_eps": "x",
+    "eos_token_id": "x",
+    "text_config": 5,
+}
 REPLY_FIELDS = {
     "prompt_tokens",
     "tokens",
@@ -78,12 +92,23 @@ def files(tmp_path_factory) -> pathlib.Path:
     (folder / "ids.jsonl").write_text('{"tokens": [1, "a"]}\n')
     (folder / "huge_ids.jsonl").write_text('{"tokens": [1, 300]}\n')
     (folder / "no_tokens.jsonl").write_text('{"tokens": []}\n')
+    (folder / "digits.jsonl").write_text('{"tokens": [' + "1" * 5000 + "]}")
+    (folder / "deep.jsonl").write_text("[" * 100_000)
     (folder / "messages.jsonl").write_text('{"messages": "hi"}\n')
     (folder / "long.jsonl").write_text(json.dumps({"tokens": [7] * CONTEXT_LIMIT}) + "\n")
     (folder / "latin1.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}\n')
     (folder / "noise.gguf").write_bytes(b"GGUF" + bytes(range(64)))
     whole = tiny_llama.write_gguf(tiny_llama.hf_model(), folder / "whole.gguf")
     (folder / "truncated.gguf").write_bytes(whole.read_bytes()[:-5000])
+    shutil.copytree(folder / "drafter", folder / "calibrated")
+    (folder / "calibrated" / "calibration.json").mkdir()
+    for name, template in TEMPLATES.items():
+        shutil.copytree(folder / "target", folder / name)
+        (folder / name / "chat_template.jinja").write_bytes(template)
+    for name, value in WRONG_KINDS.items():
+        shutil.copytree(folder / "target", folder / name)
+        path = folder / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     (folder / "cache").mkdir(mode=0o700)
     return folder
 
@@ -204,6 +229,8 @@ BAD = {
     "ids no numbers": (["--prompt_file={files}/ids.jsonl"], "whole numbers"),
     "ids beyond": (["--prompt_file={files}/huge_ids.jsonl", "--width=0"], "outside 0..299"),
     "no tokens": (["--prompt_file={files}/no_tokens.jsonl", "--width=0"], "empty"),
+    "endless number": (["--prompt_file={files}/digits.jsonl"], "digits.jsonl:1"),
+    "endless list": (["--prompt_file={files}/deep.jsonl"], "deep.jsonl:1"),
     "messages no list": (["--prompt_file={files}/messages.jsonl"], "messages"),
     "prompt too long": (["--prompt_file={files}/long.jsonl"], "leaves no room"),
     "unknown rule": ([P, "--rule=best"], "unknown rule 'best'"),
@@ -225,6 +252,14 @@ BAD = {
         [P, "--config.drafter={files}/small_vocabulary"],
         "vocabulary is 200",
     ),
+    "calibration unreadable": ([P, "--config.drafter={files}/calibrated"], "calibration.json"),
+    "template no text": ([P, "--config.target={files}/latin1_template"], "chat_template.jinja"),
+    "template divides by 0": ([P, "--config.target={files}/zero_template"], "refused: division"),
+    "template without end": ([P, "--config.target={files}/endless_template"], "refused: maximum"),
+    **{
+        f"target's {name}": ([P, f"--config.target={{files}}/{name}"], f"{name}/config.json: a val")
+        for name in WRONG_KINDS
+    },
     "no drafter": ([P, "--config.drafter=", "--width=3"], "no drafter"),
     "context beyond the model": ([P, "--config.context_limit=4000"], "128"),
     "context too small": ([P, "--config.context_limit=8"], "context"),
@@ -234,6 +269,7 @@ BAD = {
     "config value unknown": ([P, "--config.nope=1"], "nope"),
     "config value no number": ([P, "--config.context_limit=abc"], "abc"),
     "json_out": ([P, "--json_out={files}/nope/x.jsonl"], "--json_out"),
+    "one file for two": ([P, "--json_out={files}/x", "--trace_out={files}/x"], "give two"),
     "trace_out": ([P, "--trace_out={files}"], "--trace_out"),
     "unknown flag": ([P, "--nonsense=1"], "nonsense"),
     "flag no number": ([P, "--max_tokens=abc"], "abc"),

@@ -161,7 +161,7 @@ def test_a_full_disk_leaves_no_partial_shard(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shards.np, "savez_compressed", full)
+    monkeypatch.setattr(shards.os, "fsync", full)
     other = ShardHeader("tok", tiny.VOCABULARY, tiny.LENGTH, 0, 1, ("self",))
     with pytest.raises(InputError, match="the disk is full"):
         write_shard(tmp_path, other, tiny.counting_rows(40))
@@ -185,7 +185,29 @@ def test_prompt_files(tmp_path):
     assert len(texts) > 2
 
 
-@pytest.mark.parametrize("line", ["{", '{"prompt": 3}', '{"messages": []}', "[]"])
+def test_a_prompt_may_hold_any_end_of_line(tmp_path):
+    """JSON leaves U+2028 and U+0085 in texts as they are."""
+    path = tmp_path / "prompts.jsonl"
+    text = "one\u2028two\x85three"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False), encoding="utf-8")
+    assert read_prompts(path).entries[0].messages[0]["content"] == text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"prompt": 3}',
+        '{"messages": []}',
+        "[]",
+        '{"text": ""}',
+        '{"prompt": "\\ud800"}',
+        '{"messages": [{"role": "user", "content": "u"}, {"content": "no role"}]}',
+        '{"prompt": ' + "1" * 5000 + "}",
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:60],
+)
 def test_bad_prompt_lines_are_named(tmp_path, line):
     path = tmp_path / "p.jsonl"
     path.write_text(line)

@@ -69,12 +69,17 @@ def target(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, target) -> pathlib.Path:
-    folder = tmp_path_factory.mktemp("data")
-    prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+def prompts(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     lines = [{"slot": "n", "values": [str(n) for n in range(90)]}, {"prompt": "say {n}"}]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = [target, f"--prompts={prompts}", f"--config.data.shards={SHARDS}"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"--prompts={path}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, target, prompts) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("data")
+    flags = [target, prompts, f"--config.data.shards={SHARDS}"]
     said = succeed("generate_data", *flags, f"--out={folder}")
     assert "tokens/s" in said
     return folder
@@ -119,10 +124,14 @@ def test_a_second_target_is_one_flag_away(tmp_path, target, trained):
     assert "replies of another target, prompt file or setting" in line
 
 
-def test_finished_shards_are_kept_and_skipped(target, data):
+def test_finished_shards_are_kept_and_skipped(target, prompts, data):
     before = {path: path.stat().st_mtime_ns for path in data.iterdir()}
-    said = succeed("generate_data", target, f"--out={data}", f"--config.data.shards={SHARDS}")
-    assert "nothing to do" in said
+    flags = [target, f"--out={data}", f"--config.data.shards={SHARDS}"]
+    assert "nothing to do" in succeed("generate_data", *flags, prompts)
+    # What other settings would add could not be trained on together with these.
+    for other, named in (([], "kinds"), ([prompts, "--config.data.rollout.length=32"], "length")):
+        line = fail("generate_data", *flags, *other)
+        assert f"shard-00000.npz: made with another {named}; choose another --out" in line
     assert {path: path.stat().st_mtime_ns for path in data.iterdir()} == before
 
 
@@ -161,13 +170,44 @@ def test_more_devices_than_there_are(tmp_path, target, data, script):
     flags = [target, f"--out={tmp_path / 'out'}", "--devices=99"]
     flags += [f"--data={data}"] if script == "train_drafter" else []
     assert "--devices=99: JAX sees" in fail(script, *flags)
+    assert "--devices=-1" in fail(script, *flags[:2], *flags[3:], "--devices=-1")
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        ("generate_data", "--config.data.shards=0"),
+        ("generate_data", "--time_limit_s=-1"),
+        ("train_drafter", "--config.train.export_dtype=float7"),
+        ("train_drafter", "--config.train.learning_rate=nan"),
+        ("eval_drafter", "--rows=0"),
+        ("eval_drafter", "--seeds=0"),
+        ("eval_drafter", "--drafter="),
+        ("generate_data", "--config.data.rollout.length=1000"),
+    ],
+)
+def test_an_impossible_setting_is_refused_before_any_work(tmp_path, target, data, script, flag):
+    flags = [target, f"--out={tmp_path / 'out'}"]
+    flags += [f"--data={data}"] if script == "train_drafter" else []
+    flags += [f"--drafter={tmp_path}"] if script == "eval_drafter" else []
+    assert flag[2:].split("=")[0].split(".")[-1] in fail(script, *flags, flag)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", ["generate_data", "train_drafter"])
+def test_an_out_that_is_a_file(tmp_path, target, data, script):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    flags = [f"--data={data}"] if script == "train_drafter" else ["--config.data.shards=1"]
+    assert "out" in fail(script, target, f"--out={out}", *flags)
+    assert out.read_text() == "mine"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_while_data_is_written(target, copy):
+def test_a_full_disk_while_data_is_written(target, prompts, copy):
     before = shards.shard_path(copy, 0).read_bytes()
     (copy / "shard-00002.partial").symlink_to("/dev/full")
-    line = fail("generate_data", target, f"--out={copy}", "--config.data.shards=3")
+    line = fail("generate_data", target, prompts, f"--out={copy}", "--config.data.shards=3")
     assert "shard-00002.npz: the disk is full" in line
     assert shards.shard_path(copy, 0).read_bytes() == before
     assert sorted(path.name for path in copy.iterdir()) == ["shard-00000.npz", "shard-00001.npz"]
