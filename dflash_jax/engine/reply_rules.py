@@ -212,7 +212,10 @@ class ReplyRules:
         self._check_matcher()
         matcher.rollback(len(answer))
         mask = np.zeros_like(self._every)
-        mask[: len(words)] = words
+        count = min(
+            len(words), len(mask)
+        )  # llguidance has a word beyond a vocabulary of whole words
+        mask[:count] = words[:count]
         if not (mask & self._no_end).any():
             return None
         # An end that is no stop token stands for none at all.
