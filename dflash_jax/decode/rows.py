@@ -57,9 +57,9 @@ def row_policy(backend: str, jax_version: tuple[int, ...]) -> RowPolicy:
         return RowPolicy(_LARGEST_ONLY, MAX_ROWS, 2048, 256)
     if backend != "cpu":
         raise InputError(f"no row table for JAX's backend {backend!r}: run on cpu, xpu or cuda")
-    # jax 0.5.0: a row's bits are equal from 8 rows on; newer ones: from 2 rows on, 1 row differs.
+    # jax 0.5.0: a row's bits are equal from 12 rows on; newer ones: from 2 rows on, 1 row differs.
     # A padding row costs some 2 % of a round, a row count more some 14 s of compiling.
-    counts = (2, 4, 8, 12, 16) if jax_version >= (0, 10) else (8, 12, 16)
+    counts = (2, 4, 8, 12, 16) if jax_version >= (0, 10) else (12, 16)
     return RowPolicy(counts, 4, 128, 128)
 
 

@@ -12,8 +12,10 @@ import scipy.stats
 
 from dflash_jax.decode import sampling as sampling_module
 from dflash_jax.decode.noise import gumbel
+from dflash_jax.decode.rules import neutral
 from dflash_jax.decode.sampling import FEW, GREEDY, Sampling, filtered, picks
 from dflash_jax.errors import InputError
+from dflash_jax.tree.masks import MAX_ROWS
 from tests.decode import tiny
 
 _picks = jax.jit(picks)
@@ -190,7 +192,9 @@ def padded_target_picks() -> np.ndarray:
     params["embed_tokens"] = {"weight": weight.at[tiny.KNOWN :].multiply(50.0)}
     weights = programs.target_weights(base, params)
     hidden = jnp.asarray(some_logits(64, tiny.TARGET.hidden_size))
-    run = jax.jit(lambda w, h, p, s: programs._pick(base, w, h, p, s))
+    rules = neutral(64, tiny.TARGET.vocab_size)
+    paths = np.full((64, MAX_ROWS), programs.NO_TOKEN, np.int32)
+    run = jax.jit(lambda w, h, p, s: programs._pick(base, w, h, p, s, paths, rules))
     found = [
         run(weights, hidden, np.arange(64, dtype=np.int32), sampling.arrays())[0]
         for sampling in (GREEDY, *FILTERS.values())
