@@ -145,13 +145,18 @@ def _keep_top_k(scores: jax.Array, top_k: jax.Array) -> jax.Array:
 
 
 def _keep_top_p(scores: jax.Array, top_p: jax.Array) -> jax.Array:
-    weights = jnp.exp(scores)
-    goal = top_p * weights.sum(axis=-1)
+    # In whole numbers: the bits of a sum of floats depend on how a program orders it, and programs
+    # of other row counts order it otherwise. Two words of so many bits that no sum overflows.
+    bits = min(15, 31 - scores.shape[-1].bit_length())
+    weights = (jnp.exp(scores) * 2.0 ** (2 * bits)).astype(jnp.int32)
+    high, low = weights >> bits, weights & (2**bits - 1)
 
-    def enough(kept: jax.Array) -> jax.Array:
-        return jnp.where(kept, weights, 0).sum(axis=-1) >= goal
+    def sum_of(kept: Any) -> jax.Array:
+        highs, lows = (jnp.where(kept, part, 0).sum(axis=-1) for part in (high, low))
+        return highs.astype(jnp.float32) * 2.0**bits + lows.astype(jnp.float32)
 
-    return _keep_highest(scores, enough)
+    goal = top_p * sum_of(True)
+    return _keep_highest(scores, lambda kept: sum_of(kept) >= goal)
 
 
 def _keep_highest(scores: jax.Array, enough) -> jax.Array:

@@ -170,6 +170,17 @@ def test_filters_at_their_tightest_leave_the_best(sampling):
     assert np.array_equal(pick(logits, sampling), logits.argmax(axis=1))
 
 
+@pytest.mark.parametrize("rows", [2, 8, 12])
+def test_what_top_p_keeps_does_not_depend_on_the_count_of_rows(rows):
+    logits = some_logits(48, 5003, seed=3)
+    arrays = Sampling(1.0, top_p=0.9).arrays()
+    run = jax.jit(filtered)
+    whole = np.asarray(run(logits, arrays))
+    parts = [run(logits[at : at + rows], arrays) for at in range(0, 48, rows)]
+    np.testing.assert_array_equal(whole, np.concatenate(parts))
+    assert 0 < np.isfinite(whole).mean() < 0.9
+
+
 @pytest.mark.parametrize("name", [*FILTERS, "greedy"])
 def test_padding_ids_are_never_picked(name):
     sampling = FILTERS.get(name, GREEDY)
