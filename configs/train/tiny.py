@@ -1,6 +1,7 @@
 """A tiny drafter, for tests and for trying the pipeline on a CPU; any small target will do.
 
-  python scripts/generate_data.py --config=configs/train/tiny.py --config.target=TARGET --out=data
+  python scripts/generate_data.py --config=configs/train/tiny.py --config.target=TARGET \
+      --prompts=configs/prompts/train.jsonl --out=data
   python scripts/train_drafter.py --config=configs/train/tiny.py --config.target=TARGET \
       --data=data --out=run
 
