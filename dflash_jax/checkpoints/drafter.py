@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from dflash_jax.checkpoints import int8_rows
 from dflash_jax.checkpoints.drafter_config import CONFIG, config_json, read_config
@@ -131,7 +131,7 @@ def save_drafter(
         else:
             stored |= _encode(entry.name, tree.read(entry.name), dtype, str(path))
     path.mkdir(parents=True, exist_ok=True)
-    _replace(path / SINGLE_FILE, lambda at: save_file(stored, at, {"format": "pt"}))
+    _replace(path / SINGLE_FILE, lambda at: at.write_bytes(save(stored, {"format": "pt"})))
     text = json.dumps(config_json(config, "float32" if dtype == INT8 else dtype), indent=2)
     _replace(path / CONFIG, lambda at: at.write_text(text + "\n", encoding="utf-8"))
 

@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server has its own handler
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise InputError(f"{', '.join(missing)} not installed: pip install 'dflash_jax[serve]'")
+        raise InputError(f"{', '.join(missing)} not installed: pip install -e '.[serve]'")
     from dflash_jax.serve import server
     from dflash_jax.serve.service import Options
 

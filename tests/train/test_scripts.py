@@ -135,6 +135,17 @@ def test_finished_shards_are_kept_and_skipped(target, prompts, data):
     assert {path: path.stat().st_mtime_ns for path in data.iterdir()} == before
 
 
+@pytest.mark.parametrize("script", ["generate_data", "train_drafter", "eval_drafter"])
+def test_without_the_extra_it_says_what_to_install(script):
+    code = "import runpy, sys; sys.modules['optax'] = None; "
+    code += f"runpy.run_path('scripts/{script}.py', run_name='__main__')"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr == "error: optax not installed: pip install -e '.[train]'\n"
+
+
 def test_a_corrupt_shard(tmp_path, target, copy):
     path = shards.shard_path(copy, 1)
     path.write_bytes(path.read_bytes()[:-300])
