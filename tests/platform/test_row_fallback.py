@@ -26,7 +26,7 @@ def test_gpus_have_one_row_count(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "rows"), [((0, 5, 0), 8), ((0, 10, 0), 2), ((0, 10, 2), 2), ((0, 11, 2), 2)]
+    ("version", "rows"), [((0, 5, 0), 12), ((0, 10, 0), 2), ((0, 10, 2), 2), ((0, 11, 2), 2)]
 )
 def test_the_cpus_row_counts_follow_its_version(version: tuple[int, ...], rows: int) -> None:
     policy = row_policy("cpu", version)
