@@ -135,7 +135,10 @@ class Trainer:
     ):
         check_batch(models.train.batch, mesh, "train.batch")
         if not len(corpus.held_out.tokens):
-            raise InputError("the corpus has no held-out rows: raise data.held_out_fraction")
+            raise InputError(
+                "the corpus has no held-out rows: write more shards, or raise "
+                "data.held_out_fraction and write them anew in another folder"
+            )
         self.models, self._frozen, self._mesh = models, frozen, mesh
         self.draft_vocab = draft_vocab
         self._corpus = corpus
