@@ -22,12 +22,12 @@ from dflash_jax.decode.executables import Executables
 from dflash_jax.decode.programs import HEAD_ROWS, DecodeSpec, Round, TargetState, TargetWeights
 from dflash_jax.decode.recurrence import States, copied
 from dflash_jax.decode.rules import RuleArrays
-from dflash_jax.decode.sampling import Sampling
+from dflash_jax.decode.sampling import GREEDY, Sampling
 from dflash_jax.tree.growth import EMPTY, NO_PARENT, DraftTree
 from dflash_jax.tree.masks import MAX_ROWS, window_array
 
 _EDGE = 5  # rows of plain decoding whose far keys end before the key chunk does
-_SAMPLINGS = (Sampling(), Sampling(temperature=1.0, seed=7))
+_SAMPLINGS = (GREEDY, Sampling(temperature=1.0, seed=7))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +70,17 @@ def check(
     """
     widths = tuple(sorted(executables.verify))
     differences: list[str] = []
+    state = _prompt(spec, weights, state, executables, neutral)
+    start, anchor, before = int(state.length), int(state.anchor), copied(state.states)
+
+    def rewound(state: TargetState) -> TargetState:
+        """Behind the prompt again: the cache up to there is untouched, so its length is enough."""
+        length, token = jnp.int32(start), jnp.int32(anchor)
+        return state._replace(length=length, anchor=token, states=copied(before))
+
     for sampling in _SAMPLINGS:
         arrays = jax.tree.map(jnp.asarray, sampling.arrays())
-        state, start, anchor = _prompt(spec, weights, state, executables, neutral, arrays)
-        before = copied(state.states)
+        state = rewound(state)
         kind = "greedy" if sampling.greedy else "sampled"
         draft = _chain if sampling.greedy else _bushy
         # Tokens that a width commits when all goes well.
@@ -89,11 +96,8 @@ def check(
         plain = _joined(steps)
         for width in _ends(executables):
             tree = draft(plain.tokens, width, spec.vocab_size)
-            # The cache before the window is untouched: going back is a matter of its length.
-            rewound = state._replace(
-                length=jnp.int32(start), anchor=jnp.int32(anchor), states=copied(before)
-            )
-            done = _verify(spec, weights, rewound, executables, neutral, tree, width, arrays)
+            state = rewound(state)
+            done = _verify(spec, weights, state, executables, neutral, tree, width, arrays)
             state = done.state
             got = _committed(done, start)
             different = _compare(plain, got)
@@ -113,8 +117,9 @@ def _ends(executables: Executables) -> list[int]:
     return sorted({end for widths in by_program.values() for end in (widths[0], widths[-1])})
 
 
-def _prompt(spec, weights, state, executables, neutral, arrays) -> tuple[TargetState, int, int]:
-    """Prefills a made-up prompt; (state, its length, its anchor)."""
+def _prompt(spec, weights, state, executables, neutral) -> TargetState:
+    """The state behind a made-up prompt."""
+    arrays = jax.tree.map(jnp.asarray, GREEDY.arrays())
     chunk = spec.policy.prefill_chunk
     size = min(spec.policy.key_chunk + NEAR - 1, spec.context_limit - MAX_ROWS) - _EDGE
     prompt = np.random.default_rng(0).integers(0, spec.vocab_size, max(size, 1)).astype(np.int32)
@@ -126,7 +131,7 @@ def _prompt(spec, weights, state, executables, neutral, arrays) -> tuple[TargetS
             weights, state, tokens, jnp.int32(len(piece)), arrays, neutral[HEAD_ROWS]
         )
         state = done.state
-    return state, int(state.length), int(state.anchor)
+    return state
 
 
 def _verify(spec, weights, state, executables, neutral, tree, width, arrays) -> Round:
