@@ -105,12 +105,9 @@ def test_chains_and_trees_land_to_the_last_node():
 
 def test_far_keys_lie_on_both_sides_of_a_chunks_edge():
     base = tiny.decoder()
-    arrays = jax.tree.map(jnp.asarray, GREEDY.arrays())
     state = new_target_state(base.spec)
-    _, start, _ = selfcheck._prompt(
-        base.spec, base.weights, state, base.executables, base.neutral, arrays
-    )
-    ends = start + np.arange(MAX_ROWS) - (NEAR - 1)
+    state = selfcheck._prompt(base.spec, base.weights, state, base.executables, base.neutral)
+    ends = int(state.length) + np.arange(MAX_ROWS) - (NEAR - 1)
     assert ends[0] < base.spec.policy.key_chunk < ends[-1]
 
 
