@@ -209,6 +209,7 @@ def at_context(decoder, size: int, widths: list[int], read_ms: float, findings: 
                 "round ÷ read": round(round_ms / read_ms, 3),
                 "prompt s": round(prefilled.first.round_ms / 1e3, 3),
                 "equal tokens": compared if equal else "DIFFERENT",
+                "distinct": len(set(known[:compared])),  # of them; few would prove little
                 "token_sha256": token_sha256(done.tokens[: count + 1])[:16],  # as many as plain
                 **memory_use(),
             }

@@ -100,7 +100,9 @@ def _range(names: list[str], shape: tuple[int, ...]) -> tuple[float, float]:
 def _uniform(
     key: jax.Array, shape: tuple[int, ...], dtype: str, centre: float, width: float
 ) -> jax.Array:
-    unit = jax.random.uniform(key, shape, jnp.dtype(dtype), -1, 1)
+    # In float32: bfloat16's own draws are 1/128 low in the mean, which in a matrix of thousands of
+    # columns is a direction that outgrows all others, and every pick is then the same token.
+    unit = jax.random.uniform(key, shape, jnp.float32, -1, 1)
     return (centre + width * unit).astype(dtype)
 
 

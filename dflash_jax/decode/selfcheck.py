@@ -1,6 +1,6 @@
 """Proves at start-up, on the real shapes, that a row's bits do not depend on the width.
 
-Plain decoding writes sixteen tokens; then every program verifies the same tokens from the same
+Plain decoding writes some tokens; then every program verifies the same tokens from the same
 context, as its narrowest and as its widest width: greedy ones as a chain, sampled ones as a tree
 with wrong siblings. Picks, their logits, the committed keys and values, the taps and the recurrent
 states must be equal bit for bit. The prompt's length puts the rows' far keys (all but the nearest
@@ -87,7 +87,7 @@ def check(
         counts = {1 + (width if sampling.greedy else width // 2) for width in _ends(executables)}
         steps: list[_Rows] = []
         states: dict[int, States] = {}  # by tokens since the prompt
-        for _ in range(MAX_ROWS):
+        for _ in range(max(counts)):
             done = _verify(spec, weights, state, executables, neutral, EMPTY, 0, arrays)
             state = done.state
             steps.append(_committed(done, start + len(steps)))

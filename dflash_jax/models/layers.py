@@ -70,9 +70,11 @@ Weight = jax.Array | Int8Matrix
 def int8_rows_and_scale(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """An Int8Matrix's two arrays: [out, in] rounded to nearest, each row over its largest value."""
     matrix = np.asarray(matrix, np.float32)
-    peak = np.abs(matrix).max(axis=1)
+    peak = np.maximum(matrix.max(axis=1), -matrix.min(axis=1))
     scale = np.where(peak == 0, 1, peak / INT8_PEAK).astype(np.float32)
-    rounded = np.clip(np.rint(matrix / scale[:, None]), -INT8_PEAK, INT8_PEAK)
+    rounded = matrix / scale[:, None]
+    np.rint(rounded, out=rounded)
+    np.clip(rounded, -INT8_PEAK, INT8_PEAK, out=rounded)
     return rounded.astype(np.int8), scale
 
 

@@ -9,8 +9,11 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from dflash_jax.bench import made_up
 from dflash_jax.checkpoints import load_target
 from dflash_jax.checkpoints.drafter import save_drafter
 from dflash_jax.engine import memory
@@ -182,6 +185,17 @@ def bench(cache: pathlib.Path, *flags: str, sizes: dict | None = None):
     )
 
 
+def test_made_up_weights_have_no_common_direction():
+    """A mean of 1/128 in bfloat16 once made a model of 5,120 columns always pick one token."""
+    shape = (64, 5120)
+    drawn = made_up._uniform(jax.random.key(0), shape, "bfloat16", 0.0, 1.0)
+    assert drawn.dtype == jnp.bfloat16
+    means = np.asarray(drawn, np.float64).mean(axis=1)
+    error = 3**-0.5 / 5120**0.5  # of a row's mean
+    assert abs(means.mean()) < 4 * error / 64**0.5
+    assert len(np.unique(np.asarray(drawn, np.float32))) > 300  # all that bfloat16 can say
+
+
 @pytest.mark.slow
 def test_bench_target_on_a_tiny_run(tmp_path):
     flags = ["--contexts=5,40", "--widths=0,3", "--rounds=6", "--copy_mb=8"]
@@ -192,6 +206,7 @@ def test_bench_target_on_a_tiny_run(tmp_path):
     for row in rows:
         assert row["rounds"] == 6
         assert row["equal tokens"] >= 7
+        assert row["distinct"] >= 4
         assert row["round ms"] > 0 < row["verify ms"]
         assert (row["draft ms"] > 0) == (row["width"] > 0)
         assert row["tokens a round"] > 1 or row["width"] == 0
