@@ -160,6 +160,21 @@ def smooth(rows: Sequence[PriorRow], cap: int, shape: np.ndarray) -> tuple[float
     return evidence, Knot(rows[0][1], curve, cov, noise, TILT_DOUBT)
 
 
+def program_ends(prior: Sequence[PriorRow], cap: int) -> np.ndarray:
+    """[cap+1] int: the widest of the widths that run the same program as each.
+
+    One program is timed once, so its widths have the very same timings at every context.
+    """
+    timings: dict[int, list[tuple[int, float]]] = {}
+    for width, context_length, ms in prior:
+        timings.setdefault(width, []).append((context_length, ms))
+    ends = np.arange(cap + 1)
+    for width in reversed(range(cap)):
+        if width in timings and timings[width] == timings.get(width + 1):
+            ends[width] = ends[width + 1]
+    return ends
+
+
 class CostModel:
     """Prices every width at every context from whole-round timings. All state is float64."""
 
@@ -167,6 +182,7 @@ class CostModel:
         self.cap = cap
         self.tile = tile
         self.known = bool(prior)  # are there any real milliseconds yet?
+        self.ends = program_ends(prior, cap)
         if self.known:
             self._take_warmup(prior)
         else:
@@ -247,20 +263,21 @@ class CostModel:
         )
 
     def prices(self, context_length: int) -> np.ndarray:
-        """[cap+1] ms, positive, never falling in the width."""
+        """[cap+1] ms, positive, never falling in the width, equal where the program is the same."""
         if self.at is None:
             self._start(context_length)
-        return np.maximum.accumulate(self.m * self.reference(context_length))
+        return np.maximum.accumulate(self.m * self.reference(context_length))[self.ends]
 
     def doubt(self, width: int) -> np.ndarray:
         """[cap+1] std of what each width costs beyond `width`, relative to the price."""
-        cov = self.cov
+        cov, width = self.cov, self.ends[width]
         spread = cov.diagonal() - 2.0 * cov[width]
         spread += cov[width, width]
-        return np.sqrt(np.maximum(spread, 0.0))
+        return np.sqrt(np.maximum(spread, 0.0))[self.ends]
 
     def observe(self, width: int, context_length: int, ms: float) -> bool:
         """One timed round: predict (drift), correct (robustly). Returns whether prices jumped."""
+        width = self.ends[width]
         if self.at is None:
             self._start(context_length)
         expected = float(self.reference(context_length)[width])

@@ -25,7 +25,8 @@ def make_rule(
 
     name: `renewal`; `ratio`, the reference thread's; `band:P`, its variant that takes the widest
     width within P percent of the best; `tiers`; `fixed:K`. prior: warm-up timings, rows of
-    (width, context_length, ms), or None. The other arguments: see `Limits`.
+    (width, context_length, ms), or None; neighbouring widths with equal timings at every context
+    are taken to run one program, and cost the same. The other arguments: see `Limits`.
 
     With a cap below 2 nodes there is nothing to choose: the width is the cap, whatever the name.
     Raises `InputError` for an unknown name or a value out of range.

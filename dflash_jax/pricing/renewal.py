@@ -83,8 +83,9 @@ class Renewal(Rule):
 
     def _probe(self, width: int, n: int, prices: np.ndarray, rate: float) -> int:
         """A width well above or below `width` that is better if its price is luckily low; or it."""
-        wide = min(max(2 * width, width + self.limits.tile), n)
-        narrow = min(max(width // 2, self.limits.least, 1), n)
+        wide = max(2 * width, width + self.limits.tile)
+        narrow = max(width // 2, self.limits.least, 1)
+        wide, narrow = (min(int(self.cost.ends[min(w, n)]), n) for w in (wide, narrow))
         gain = self._expected - rate * prices
         hope = gain + PROBE_STDS * rate * prices[width] * self.cost.doubt(width)
         probe = max((wide, narrow), key=lambda w: float(hope[w]))

@@ -285,6 +285,40 @@ def test_prices_that_are_known_are_not_probed():
         rule.observe(width=width, context_length=1000, round_ms=ms, landed=np.arange(width) < t % 5)
 
 
+@pytest.mark.parametrize("jump", [1.0, 1.6])
+def test_widths_of_one_program_cost_the_same_and_the_widest_is_taken(jump):
+    """Whatever is learned in between, also after a jump and from another stream's record."""
+    counts = (2, 4, 8, 12, 16)  # rows of each program
+    ends = [next(count for count in counts if count > width) - 1 for width in range(16)]
+    ms = {end: 20.0 + 1.1 * end for end in ends}
+    prior = [
+        (w, context, ms[ends[w]] * scale)
+        for context, scale in ((64, 1), (2048, 2))
+        for w in range(16)
+    ]
+    rng = np.random.default_rng(0)
+    record = None
+    for _ in range(3):
+        rule = make_rule("renewal", prior=prior)
+        rule.seed(record)
+        for number in range(150):
+            size = int(rng.integers(1, 16))
+            chances = np.sort(rng.random(size) ** 2)[::-1]
+            width = rule.choose(chances, 300)
+            assert width in (*ends, size)
+            price = ms[ends[width]] * (jump if number > 70 else 1.0)
+            landed = rng.random(width) < chances[:width]
+            rule.observe(
+                width=width,
+                context_length=300,
+                round_ms=price * rng.lognormal(0, 0.05),
+                landed=landed,
+            )
+        prices = rule.explain()["prices_ms"]
+        assert all(prices[w] == prices[ends[w]] for w in range(16))
+        record = rule.keep()
+
+
 def test_choosing_and_learning_stay_few_calls():
     """Some 19 and 42 us on a quiet machine; counted, since a timing fails on a busy one."""
     rule = copy.deepcopy(trained(2))
