@@ -69,7 +69,7 @@ class GrammarVocabulary:
 class Grammar:
     """A grammar, compiled.
 
-    Raises InputError for one that is malformed or that no text matches.
+    Raises InputError for one that is malformed or that no text matches but, at most, the empty one.
     """
 
     text: str
@@ -81,8 +81,10 @@ class Grammar:
         limits = LLParserLimits(verbose_errors=False)
         start = LLMatcher(self.vocabulary.tokens, self.text, log_level=0, limits=limits)
         problem = start.get_error().strip()
-        if not problem and not start.is_accepting() and not _any_token(start, self.vocabulary):
-            problem = "no text matches it"
+        if not problem and not _any_token(start, self.vocabulary):
+            # A reply has a token at least, so it cannot be the empty text without a stop token.
+            empty = start.is_accepting()
+            problem = "no text but the empty one matches it" if empty else "no text matches it"
         if problem:
             raise InputError(f"grammar: {' '.join(problem.split())}")
         object.__setattr__(self, "_start", start)

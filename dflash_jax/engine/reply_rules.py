@@ -51,7 +51,7 @@ class ReplyRules:
     Before the prompt's pick: `of_prompt`. Each round: `permits` while the tree grows, `of_window`
     for it, then `commit` for each emitted token.
 
-    A grammar that becomes too complex for llguidance's limits raises RuntimeError.
+    A grammar that becomes too complex for llguidance's limits raises InputError.
     """
 
     def __init__(
@@ -224,7 +224,11 @@ class ReplyRules:
     def _check_matcher(self) -> None:
         assert self._matcher is not None
         if self._matcher.is_error():
-            raise RuntimeError(f"grammar: {self._matcher.get_error()}")
+            problem = self._matcher.get_error().replace("<non-verbose/>", "")
+            raise InputError(
+                "the grammar became too complex for llguidance's limits in the reply: "
+                f"{' '.join(problem.split())[:200]}"
+            )
 
     def _only(self, tokens: Iterable[int]) -> np.ndarray:
         return device.mask_of(tokens, len(self._every))

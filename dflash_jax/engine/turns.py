@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from dflash_jax.decode.programs import new_drafter_cache, new_target_state
 from dflash_jax.engine.decoder import Buffers, Decoder
 from dflash_jax.engine.lone import STOP, LoneDriver, Request, RoundRecord
+from dflash_jax.errors import InputError
 
 _log = logging.getLogger(__name__)
 _LONGEST_RETRY_S = 60
@@ -35,6 +36,7 @@ class Ending(enum.Enum):
     FINISHED = "finished"  # by the driver's stop, or its listener's
     CANCELLED = "cancelled"  # by whoever had asked for it
     CLOSED = "closed"  # the queue closed before or while it ran
+    REFUSED = "refused"  # what the request asks for cannot be done after all
     FAILED = "failed"  # an error of ours; it is in the log
 
 
@@ -47,8 +49,11 @@ class Listener(Protocol):
     def on_round(self, record: RoundRecord) -> bool:
         """A round's tokens; returns whether to go on."""
 
-    def on_end(self, ending: Ending, finish_reason: str | None) -> None:
-        """The last call, also of a stream that never started. The driver's reason when FINISHED."""
+    def on_end(self, ending: Ending, reason: str | None) -> None:
+        """The last call, also of a stream that never started.
+
+        The reason is the driver's finish reason when FINISHED, and says why when REFUSED.
+        """
 
 
 class Drivers(NamedTuple):
@@ -191,6 +196,9 @@ class Turns:
                 for record in stream.rounds(interrupted):
                     if not turn.listener.on_round(record):
                         return Ending.FINISHED, STOP
+        except InputError as error:
+            _renew_buffers(driver.decoder)
+            return Ending.REFUSED, str(error)
         except Exception:  # noqa: BLE001 - the worker outlives whatever one stream runs into
             _log.exception("a stream failed")
             _renew_buffers(driver.decoder)

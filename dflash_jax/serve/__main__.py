@@ -119,6 +119,7 @@ def main(argv: list[str]) -> None:
         raise InputError(f"--rule={rule}: the config names no drafter: give one, or leave it out")
     with server.bind(_HOST.value, _PORT.value) as listener:
         host, port = listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         found = platform.initialize(_PLATFORM.value)
         print(f"listening on http://{host}:{port}", file=sys.stderr, flush=True)
         server.serve(lambda say: load_model(config, rule, cap, found, say), listener, options)

@@ -147,18 +147,20 @@ class Choice:
         self.reasoning_tokens += thought or self._parser.reasoning
         return parts
 
-    def on_end(self, ending: Ending, finish_reason: str | None) -> None:
-        cut = self._text.stopped or ending is not Ending.FINISHED or finish_reason != STOP
+    def on_end(self, ending: Ending, reason: str | None) -> None:
+        cut = self._text.stopped or ending is not Ending.FINISHED or reason != STOP
         parts = joined([*self._parser.push(self._text.finish()), *self._parser.finish(cut)])
         error = None
         if ending is Ending.FINISHED:
-            self.finish_reason = STOP if self._complete else finish_reason
+            self.finish_reason = STOP if self._complete else reason
             if self.finish_reason == STOP and self._parser.calls and self._parser.whole:
                 self.finish_reason = TOOL_CALLS
         elif ending is Ending.CLOSED:
             self.finish_reason = LENGTH  # cut short, as by a budget
             if not self.started:
                 error = shutting_down()
+        elif ending is Ending.REFUSED:
+            error = ApiError(400, reason or "", code="invalid_value")
         elif ending is Ending.FAILED:
             error = ApiError(500, "decoding failed: see the server's log", SERVER)
         self.ended = True

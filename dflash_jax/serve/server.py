@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -87,8 +88,9 @@ def serve(load: Load, listener: socket.socket, options: Options) -> NoReturn:
         service.join(_GRACE_S)
     # Not by returning: a compilation cannot be interrupted, and an interpreter with a model in it
     # takes seconds to take itself apart.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, a reader that has gone
+            stream.flush()
     os._exit(0)
 
 

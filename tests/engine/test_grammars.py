@@ -81,6 +81,8 @@ def test_a_checkpoint_without_stop_tokens_ends_with_no_text():
     [
         (of_regex("(ab"), "unclosed group"),
         (of_regex(r"[^\s\S]"), "no text matches"),
+        (of_choices([""]), "no text but the empty one matches"),
+        ("start: ", "no text but the empty one matches"),
         (of_json_schema({"type": "foo"}), "Invalid type: foo"),
         ("start: foo", "unknown name"),
         ("", "Empty grammar"),

@@ -41,13 +41,13 @@ def files(tmp_path_factory) -> pathlib.Path:
 class Process:
     """A server process; its standard error is read as it comes."""
 
-    def __init__(self, files: pathlib.Path, *flags: str) -> None:
+    def __init__(self, files: pathlib.Path, *flags: str, stdout=subprocess.PIPE) -> None:
         arguments = decode_script.arguments(files, f"--rule=fixed:{WIDTH}", "--port=0", *flags)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dflash_jax.serve", *arguments],
             cwd=decode_script.ROOT,
             env=decode_script.environment(files),
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -85,8 +85,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def served(files: pathlib.Path, *flags: str):
-    process = Process(files, *flags)
+def served(files: pathlib.Path, *flags: str, stdout=subprocess.PIPE):
+    process = Process(files, *flags, stdout=stdout)
     try:
         yield process
     finally:
@@ -207,6 +207,17 @@ def test_bad_input_gets_one_line_and_exit_status_2(files, name):
     with served(files, *flags) as process:
         status, out = process.end(120)
     check_one_line(process, status, out, says)
+
+
+def test_ipv6_and_a_full_disk_behind_standard_output(files):
+    with open("/dev/full", "w") as full, served(files, "--host=::1", stdout=full) as process:
+        process.wait_ready()
+        assert process.url.startswith("http://[::1]:")
+        asked = {"prompt": [1, 2, 3], "max_tokens": 2}
+        for _ in range(2):
+            assert httpx.post(f"{process.url}/v1/completions", json=asked).status_code == 200
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(30) == 0
 
 
 def test_a_used_port(files):

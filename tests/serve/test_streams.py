@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import random
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from dflash_jax.decode.executables import CompileCounter
 from dflash_jax.decode.sampling import Sampling
-from dflash_jax.engine import Request
+from dflash_jax.engine import Request, grammars
 from dflash_jax.errors import InputError
 from tests.decode import tiny
 from tests.serve import tiny_server
@@ -133,6 +134,26 @@ def test_a_stream_that_fails_is_a_500_and_the_next_is_clean(server, monkeypatch)
     assert "decoding failed" in json.loads(lines[-2][6:])["error"]["message"]
     with pytest.raises(openai.APIError, match="decoding failed"):
         list(server.openai.completions.create(model="tiny", prompt=PROMPT, stream=True))
+    monkeypatch.undo()
+    check_clean(server)
+
+
+def test_a_grammar_beyond_its_limits_is_refused_in_mid_reply_and_the_next_is_clean(
+    server, monkeypatch
+):
+    few = functools.partial(grammars.LLParserLimits, max_items_in_row=10)
+    monkeypatch.setattr(grammars, "LLParserLimits", few)
+    ambiguous = {"grammar": 'start: a\na: a a | "x" | "y"'}
+    body = {"prompt": PROMPT, "structured_outputs": ambiguous, "min_tokens": 12}
+    for draft in (True, False):
+        reply = server.post("/v1/completions", **body, draft=draft)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+        assert "too complex" in error["message"]
+        assert "non-verbose" not in error["message"]
+        lines = server.post("/v1/completions", **body, draft=draft, stream=True).text.split("\n\n")
+        assert json.loads(lines[0][6:])["choices"]  # it had begun
+        assert json.loads(lines[-2][6:])["error"] == error
     monkeypatch.undo()
     check_clean(server)
 
