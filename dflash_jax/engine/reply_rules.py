@@ -24,6 +24,8 @@ from dflash_jax.errors import InputError
 from dflash_jax.tree.growth import EMPTY, NO_PARENT, DraftTree
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from dflash_jax.engine.lone import Request
 
 Path = tuple[int, ...]  # tokens behind the anchor
@@ -74,9 +76,10 @@ class ReplyRules:
         self._committed = 0
         self._place = _start(rules.thinking)
         self._masks: dict[Path, np.ndarray | None] = {}  # of this round
-        self._matcher = None
+        self._matcher: LLMatcher | None = None
+        self._answer: list[int] = []  # of the committed tokens, what the grammar has matched
         if rules.grammar is not None:
-            self._matcher = rules.grammar.matcher()
+            self._matcher = self._new_matcher()
             self._no_end = ~self._only(rules.grammar.vocabulary.end_ids)
         self._counts = np.zeros(vocab_size, np.int32) if _penalised(rules) else None
         self._constant = self._constant_arrays(request.prompt, vocab_size)
@@ -112,7 +115,7 @@ class ReplyRules:
 
     def permits(self, path: Path, ids: np.ndarray) -> np.ndarray:
         """Which of some token ids [K] may follow a path: bool [K]."""
-        mask = self._mask(path)
+        mask = self._drafted_mask(path)
         return np.zeros(len(ids), bool) if mask is None else device.in_mask(mask, ids)
 
     def commit(self, token: int) -> bool:
@@ -123,6 +126,7 @@ class ReplyRules:
         self._place, answers = _after(self._rules.thinking, self._place, token)
         stop = token in self._stops
         if self._matcher is not None and answers and not stop:
+            self._answer.append(token)
             self._matcher.consume_token(token)
             self._check_matcher()
         self._masks = {path[1:]: mask for path, mask in self._masks.items() if path[:1] == (token,)}
@@ -159,7 +163,7 @@ class ReplyRules:
             paths[node] = (*paths[int(tree.parents[node])], int(tree.tokens[node]))
         allowed = np.tile(self._every, (rows, 1))
         for node, path in paths.items():
-            mask = self._mask(path)
+            mask = self._drafted_mask(path)
             if mask is not None:  # else the reply has ended, and the row is not read
                 allowed[node + 1] = mask
         if rows > width + 1:  # padding: copies of the anchor's row
@@ -171,6 +175,18 @@ class ReplyRules:
         if path not in self._masks:
             self._masks[path] = self._new_mask(path)
         return self._masks[path]
+
+    def _drafted_mask(self, path: Path) -> np.ndarray | None:
+        """`_mask`; None too where the grammar's limits end it on a path that is only drafted.
+
+        Plain decoding might never come there. If the path lands, `commit` meets the limits again.
+        """
+        try:
+            return self._mask(path)
+        except InputError:
+            if not path:
+                raise
+            return None
 
     def _new_mask(self, path: Path) -> np.ndarray | None:
         if path and path[-1] in self._stops:
@@ -221,10 +237,20 @@ class ReplyRules:
         # An end that is no stop token stands for none at all.
         return mask & (self._no_end | self._only(self._stops))
 
+    def _new_matcher(self) -> LLMatcher:
+        """A matcher behind the committed tokens."""
+        grammar = self._rules.grammar
+        assert grammar is not None
+        matcher = grammar.matcher()
+        matcher.consume_tokens(self._answer)
+        return matcher
+
     def _check_matcher(self) -> None:
         assert self._matcher is not None
         if self._matcher.is_error():
             problem = self._matcher.get_error().replace("<non-verbose/>", "")
+            # What has failed once fails for ever, and this may have been a drafted path.
+            self._matcher = self._new_matcher()
             raise InputError(
                 "the grammar became too complex for llguidance's limits in the reply: "
                 f"{' '.join(problem.split())[:200]}"

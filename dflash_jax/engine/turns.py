@@ -196,8 +196,7 @@ class Turns:
                 for record in stream.rounds(interrupted):
                     if not turn.listener.on_round(record):
                         return Ending.FINISHED, STOP
-        except InputError as error:
-            _renew_buffers(driver.decoder)
+        except InputError as error:  # between two rounds: the buffers are as good as ever
             return Ending.REFUSED, str(error)
         except Exception:  # noqa: BLE001 - the worker outlives whatever one stream runs into
             _log.exception("a stream failed")

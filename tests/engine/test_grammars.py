@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.decode import rules
+from dflash_jax.engine import Request, grammars
 from dflash_jax.engine.grammars import (
     Grammar,
     GrammarVocabulary,
@@ -14,8 +18,10 @@ from dflash_jax.engine.grammars import (
     of_json_schema,
     of_regex,
 )
+from dflash_jax.engine.reply_rules import ReplyRules
 from dflash_jax.engine.rules import Rules, Thinking
 from dflash_jax.errors import InputError
+from dflash_jax.tree.growth import EMPTY
 from tests import tiny_llama
 
 STOPS = frozenset({256, 258})
@@ -67,6 +73,35 @@ def test_a_schema_nested_too_deeply_is_one_line():
         schema = {"items": schema}
     with pytest.raises(InputError, match="JSON schema: recursion"):
         of_json_schema(schema)
+
+
+def test_limits_on_a_drafted_path_refuse_nothing_until_it_is_the_reply(monkeypatch):
+    """Plain decoding may never go there: then the tokens must be the same, drafted or not."""
+    few = functools.partial(grammars.LLParserLimits, max_items_in_row=10)
+    monkeypatch.setattr(grammars, "LLParserLimits", few)
+    grammar = Grammar('start: "n" /[a-z]+/ | "x" a\na: a a | "x" | "y"', vocabulary())
+    neutral = {rows: rules.neutral(rows, SIZE) for rows in (2, 4)}
+    request = Request((1,), stop_token_ids=STOPS, rules=Rules(grammar=grammar))
+    n, x, y = (tiny_llama.byte_tokenizer().encode(text).ids[0] for text in "nxy")
+    ids = np.array([n, x, y])
+
+    def follow(reply: ReplyRules, path: tuple[int, ...]) -> list[bool]:
+        return reply.permits(path, ids).tolist()
+
+    reply = ReplyRules(request, SIZE, neutral)
+    before = reply.of_window(EMPTY, 0, 2).allowed
+    assert follow(reply, (x, x)) == [False, True, True]
+    depth = next(depth for depth in range(2, 20) if not any(follow(reply, (x,) * depth)))
+    assert follow(reply, (n,)) == [True, True, True]  # what failed is left behind
+    np.testing.assert_array_equal(reply.of_window(EMPTY, 0, 2).allowed, before)
+    assert not reply.commit(n)
+    assert follow(reply, (x, y)) == [True, True, True]
+
+    reply = ReplyRules(request, SIZE, neutral)
+    assert not any(follow(reply, (x,) * depth))
+    assert not any(reply.commit(x) for _ in range(depth - 1))
+    with pytest.raises(InputError, match="too complex"):
+        reply.commit(x)
 
 
 def test_a_checkpoint_without_stop_tokens_ends_with_no_text():
