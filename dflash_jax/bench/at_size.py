@@ -23,7 +23,8 @@ from dflash_jax.tree.lattice import Proposals
 from dflash_jax.tree.masks import MAX_ROWS, window_array
 
 _CERTAIN = 30.0  # the log-chance that a known token's siblings lose
-_TIMINGS = 10  # of each part
+_TIMINGS = 10  # of each part,
+_UNTIMED = 3  # after some whose buffers still find their places
 _COPIES = 8  # between two looks at the clock, which takes as long as a small copy
 
 
@@ -111,12 +112,10 @@ def parts(decoder: Decoder, prefilled: Prefilled, width: int, sampling: Any) -> 
     window = jnp.asarray(window_array(tree, width, spec.policy.rows(width)))
     arrays = jax.tree.map(jnp.asarray, sampling.arrays())
     verify_ms, draft_ms = [], []
-    for _ in range(1 + _TIMINGS):
-        # The states go on from one timing to the next, as in rounds: copies would lie elsewhere,
-        # and a GPU's recorded launches would be recorded anew. No time depends on what is in them.
-        state = state._replace(
-            length=jnp.int32(prefilled.length), anchor=jnp.int32(prefilled.anchor)
-        )
+    state = state._replace(length=jnp.int32(prefilled.length), anchor=jnp.int32(prefilled.anchor))
+    for _ in range(_UNTIMED + _TIMINGS):
+        # The states go on from one timing to the next, a token each, and what else came out is
+        # dropped, as in rounds: else buffers lie elsewhere, and a GPU records its launches anew.
         jax.block_until_ready(state)
         begin = time.perf_counter()
         done = executables.verify[width](
@@ -126,15 +125,23 @@ def parts(decoder: Decoder, prefilled: Prefilled, width: int, sampling: Any) -> 
         verified = time.perf_counter()
         state = done.state
         if executables.draft is not None:
-            count, length = done.report.emitted, done.state.length
-            inputs = (cache, done.taps, count, length, done.state.anchor, arrays)
-            cache, proposals = executables.draft(decoder.drafter, *inputs)
+            cache, proposals = executables.draft(
+                decoder.drafter,
+                cache,
+                done.taps,
+                done.report.emitted,
+                state.length,
+                state.anchor,
+                arrays,
+            )
             jax.block_until_ready((cache, proposals))
             draft_ms.append((time.perf_counter() - verified) * 1e3)
+            del proposals
+        del done
         verify_ms.append((verified - begin) * 1e3)
     decoder.buffers = Buffers(state, cache)
-    drafting = statistics.median(draft_ms[1:]) if draft_ms else None
-    return Parts(statistics.median(verify_ms[1:]), drafting)
+    drafting = statistics.median(draft_ms[_UNTIMED:]) if draft_ms else None
+    return Parts(statistics.median(verify_ms[_UNTIMED:]), drafting)
 
 
 def copy_bandwidth(size: int) -> float:

@@ -131,20 +131,27 @@ def _run_stream(name: str, world: World, s: int) -> list[int]:
     own, parents, depths = (part[s].tolist() for part in (trace.own, trace.parents, trace.depths))
     raw = np.exp(_path_scores(trace.own[s], trace.parents[s]))
     widths: list[int] = []
-    for t, context in enumerate(world.context.tolist()):
+    contexts = world.context.tolist()
+    offered: list[np.ndarray] = []
+    known = 0  # rounds that the rule has learned from
+    for t, context in enumerate(contexts):
         node = own[t], parents[t], depths[t]
-        chances = landing.chances(*node, sampled) if cell.calibrate else raw[t]
-        width = rule.choose(chances, context)
-        landed = trace.landed[s, t, :width]
-        rule.observe(
-            width=width,
-            context_length=context,
-            round_ms=float(world.ms[s, t, width]),
-            landed=landed,
-        )
-        if cell.calibrate:
-            landing.observe(*node, landed, sampled)
-        widths.append(width)
+        offered.append(landing.chances(*node, sampled) if cell.calibrate else raw[t])
+        widths.append(rule.choose(offered[t], context))
+        if t - known >= rule.learn_every:  # as the engine does, while this round runs
+            for seen in range(known, t):
+                width = widths[seen]
+                landed = trace.landed[s, seen, :width]
+                rule.observe(
+                    width=width,
+                    context_length=contexts[seen],
+                    round_ms=float(world.ms[s, seen, width]),
+                    landed=landed,
+                    chances=offered[seen],
+                )
+                if cell.calibrate:
+                    landing.observe(own[seen], parents[seen], depths[seen], landed, sampled)
+            known = t
     return widths
 
 

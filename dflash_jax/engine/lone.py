@@ -119,7 +119,7 @@ class Stream:
         self._closed = False
         self._interrupted: Callable[[], bool] = lambda: False
         self._proposals: Proposals | None = None
-        self._to_learn: _Observation | None = None
+        self._to_learn: list[_Observation] = []
 
     def __enter__(self) -> Stream:
         return self
@@ -252,12 +252,15 @@ class Stream:
         host_ms = (time.perf_counter() - start) * 1e3
         # While the device works:
         why = self._rule.explain() if self._rule is not None else {}
-        self._learn()  # from the round before
+        if self._rule is not None and len(self._to_learn) >= self._rule.learn_every:
+            self._learn()
         read = self._read(done, proposals)
         round_ms = (time.perf_counter() - start) * 1e3
         self._length += int(read.report.emitted)
         landed = read.report.landed[:width]
-        self._to_learn = _Observation(tree, width, context, round_ms, landed, sample, chances)
+        if len(tree.tokens):
+            seen = _Observation(tree, width, context, round_ms, landed, sample, chances)
+            self._to_learn.append(seen)
         return RoundRecord(
             read.emitted,
             context,
@@ -284,20 +287,23 @@ class Stream:
         return tree, chances, self._decoder.compiled_width(rule.choose(chances, context))
 
     def _learn(self) -> None:
-        """Teaches the rule and the landing model the last round; once."""
-        seen, self._to_learn = self._to_learn, None
-        if self._rule is None or seen is None or len(seen.tree.tokens) == 0:
-            return
-        self._rule.observe(
-            width=seen.width,
-            context_length=seen.context,
-            round_ms=seen.round_ms,
-            landed=seen.landed,
-            sample=seen.sample,
-            chances=seen.chances,
-        )
-        sampled, tree = not self._request.sampling.greedy, seen.tree
-        self._driver.landing.observe(tree.own, tree.parents, tree.depths - 1, seen.landed, sampled)
+        """Teaches the rule and the landing model the rounds that they do not know yet."""
+        sampled = not self._request.sampling.greedy
+        assert self._rule is not None
+        for seen in self._to_learn:
+            self._rule.observe(
+                width=seen.width,
+                context_length=seen.context,
+                round_ms=seen.round_ms,
+                landed=seen.landed,
+                sample=seen.sample,
+                chances=seen.chances,
+            )
+            tree = seen.tree
+            self._driver.landing.observe(
+                tree.own, tree.parents, tree.depths - 1, seen.landed, sampled
+            )
+        self._to_learn.clear()
 
     def _dispatch_draft(self, done: Round, count: jax.Array) -> Any:
         """Enqueues the next block behind the verified window; its proposals, on the device."""

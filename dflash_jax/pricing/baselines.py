@@ -25,7 +25,7 @@ class Fixed(Rule):
         super().__init__(name, limits)
         self.width = width
 
-    def _choose(self, chances: np.ndarray, context_length: int) -> int:
+    def _choose(self, chances: list[float], context_length: int) -> int:
         return self.width
 
     def _observe(self, *_: Any) -> None:
@@ -56,7 +56,7 @@ class Ratio(Rule):
         # As on the thread's servers, start-up prices only bridge the time until the first probe.
         self._start = {width: ms for width, _, ms in prior}
 
-    def _choose(self, chances: np.ndarray, context_length: int) -> int:
+    def _choose(self, chances: list[float], context_length: int) -> int:
         n = len(chances)
         self._context = context_length
         self._load_band(context_length)
@@ -86,8 +86,8 @@ class Ratio(Rule):
         width: int,
         context_length: int,
         ms: float | None,
-        landed: np.ndarray,
-        chances: np.ndarray,
+        landed: Sequence[bool],
+        chances: Sequence[float],
     ) -> None:
         self._round += 1
         if ms is None:
@@ -134,7 +134,7 @@ class Tiers(Rule):
         self._tier = len(self.tiers) // 2
         self._mean = 0.5 * self.tiers[self._tier]
 
-    def _choose(self, chances: np.ndarray, context_length: int) -> int:
+    def _choose(self, chances: list[float], context_length: int) -> int:
         return self.tiers[self._tier]
 
     def _observe(
@@ -142,10 +142,10 @@ class Tiers(Rule):
         width: int,
         context_length: int,
         ms: float | None,
-        landed: np.ndarray,
-        chances: np.ndarray,
+        landed: Sequence[bool],
+        chances: Sequence[float],
     ) -> None:
-        count = float(np.count_nonzero(landed))
+        count = float(sum(landed))
         if count >= width:
             count = max(count, self._mean)
         self._mean += (1.0 - TIER_MEMORY) * (count - self._mean)

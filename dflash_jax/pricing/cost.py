@@ -1,11 +1,15 @@
-"""The price of a round: a Kalman filter over one price per width, which share what they learn.
+"""The price of a round: a Kalman filter over one price per program, which share what they learn.
 
-State: a multiplier m[w] for each width, and its covariance. price(w, L) = m[w] · ref(w, L),
-where ref is a reference surface through *knots* (contexts with a known price curve: warm-up
-timings, or a band's record), linear in the context L between and beyond them. The
-covariance is structured: widths share their scale (a slow card) and their tilt (the price of a
-row), and neighbours share steps, larger where a tile of rows begins. So one timing moves every
-width's price, as far as it should, and the covariance says how sure each is.
+A program is one compiled forward; widths padded to the same row count run the same one, and cost
+the same. State: a multiplier m[g] for each program, and its covariance.
+price(g, L) = m[g] · ref(g, L), where ref is a reference surface through *knots* (contexts with a
+known price curve: warm-up timings, or a band's record), linear in the context L between and
+beyond them. The covariance is structured: widths share their scale (a slow card) and their tilt
+(the price of a row), and neighbours share steps, larger where a tile of rows begins. So one timing
+moves every price, as far as it should, and the covariance says how sure each is.
+
+What runs in every round is plain Python over short lists: between two rounds the model's weights
+push all else out of the caches, and a NumPy call then costs ten times what it does in a loop.
 
 Sources: Kalman (1960); Rasmussen & Williams, Gaussian Processes for Machine Learning (2006),
 ch. 2 and 5; the redescending weight: Huber & Ronchetti, Robust Statistics (2009), ch. 4.
@@ -13,8 +17,11 @@ ch. 2 and 5; the redescending weight: Huber & Ronchetti, Robust Statistics (2009
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -160,29 +167,30 @@ def smooth(rows: Sequence[PriorRow], cap: int, shape: np.ndarray) -> tuple[float
     return evidence, Knot(rows[0][1], curve, cov, noise, TILT_DOUBT)
 
 
-def program_ends(prior: Sequence[PriorRow], cap: int) -> np.ndarray:
-    """[cap+1] int: the widest of the widths that run the same program as each.
+def programs_of(prior: Sequence[PriorRow], cap: int) -> list[int]:
+    """The widest width of each program, ascending; the last is `cap`.
 
     One program is timed once, so its widths have the very same timings at every context.
     """
     timings: dict[int, list[tuple[int, float]]] = {}
     for width, context_length, ms in prior:
         timings.setdefault(width, []).append((context_length, ms))
-    ends = np.arange(cap + 1)
-    for width in reversed(range(cap)):
-        if width in timings and timings[width] == timings.get(width + 1):
-            ends[width] = ends[width + 1]
-    return ends
+    return [w for w in range(cap + 1) if w == cap or timings.get(w, w) != timings.get(w + 1, -1)]
 
 
 class CostModel:
-    """Prices every width at every context from whole-round timings. All state is float64."""
+    """Prices every width at every context from whole-round timings.
+
+    `programs` is the widest width of each program, and `program_of` the program of each width.
+    Lists [G] and matrices [G][G] below are by program.
+    """
 
     def __init__(self, cap: int, tile: int, prior: Sequence[PriorRow]) -> None:
         self.cap = cap
         self.tile = tile
         self.known = bool(prior)  # are there any real milliseconds yet?
-        self.ends = program_ends(prior, cap)
+        self.programs = programs_of(prior, cap)
+        self.program_of = [bisect.bisect_left(self.programs, width) for width in range(cap + 1)]
         if self.known:
             self._take_warmup(prior)
         else:
@@ -216,92 +224,104 @@ class CostModel:
         self.jumps = 0
         self._rounds = 0
         self.noise = max(NOISE_START, *(knot.noise for knot in self.knots))
-        self.m = np.ones(self.cap + 1)
-        self.cov = np.eye(self.cap + 1)
+        self.m = [1.0] * len(self.programs)
+        self.cov: list[list[float]] = []
 
     def _start(self, context_length: int) -> None:
         """Doubt at the first round: the nearest knot's own, the scale, the tilt, the distance."""
         knot = min(self.knots, key=lambda k: abs(octaves(k.context_length, context_length)))
-        tilt = tilt_of(knot.curve)
-        doubt = knot.tilt_doubt
+        tilt = np.outer(*2 * [tilt_of(knot.curve)])
         far = CONTEXT_TILT * min(abs(octaves(knot.context_length, context_length)), 4.0)
-        self.cov = knot.cov + SCALE_DOUBT**2 + (doubt**2 + far**2) * np.outer(tilt, tilt)
-        self._drift = (
-            DRIFT_SCALE**2 + DRIFT_TILT**2 * np.outer(tilt, tilt) + DRIFT_SHAPE**2 * self._shape
-        )
-        self._jump = SCALE_DOUBT**2 + JUMP_TILT**2 * np.outer(tilt, tilt)
-        self._jump += self._shape
-        self.m = np.ones(self.cap + 1)
+        cov = knot.cov + SCALE_DOUBT**2 + (knot.tilt_doubt**2 + far**2) * tilt
+        drift = DRIFT_SCALE**2 + DRIFT_TILT**2 * tilt + DRIFT_SHAPE**2 * self._shape
+        jump = SCALE_DOUBT**2 + JUMP_TILT**2 * tilt + self._shape
+        chosen = np.ix_(self.programs, self.programs)
+        self.cov, self._drift, self._jump = (x[chosen].tolist() for x in (cov, drift, jump))
+        self.m = [1.0] * len(self.programs)
         self.at = context_length
 
-    def reference(self, context_length: int) -> np.ndarray:
-        """ref(·, L), [cap+1] ms: linear in the context through the knots, never falling."""
+    def reference(self, context_length: int) -> list[float]:
+        """ref(·, L), [G] ms: linear in the context through the knots, never falling."""
         low, high = self._segment
         if not low <= context_length < high:
             self._new_segment(context_length)
-        return self._base + self._slope * context_length
+        return [
+            base + slope * context_length
+            for base, slope in zip(self._base, self._slope, strict=True)
+        ]
 
     def _new_segment(self, context_length: int) -> None:
         knots = self.knots
         if context_length < knots[0].context_length or len(knots) == 1:
             # Below the first knot its curve holds: an extrapolation could go below zero.
-            high = knots[0].context_length if len(knots) > 1 else math.inf
-            self._segment = (0.0, high)
-            self._base, self._slope = knots[0].curve, np.zeros(self.cap + 1)
-            return
-        index = sum(k.context_length <= context_length for k in knots) - 1
-        last = index == len(knots) - 1
-        a, b = knots[index - last], knots[index - last + 1]
-        rise = b.curve - a.curve
-        if last:  # beyond the last knot the last slope holds, and wider rises by more
-            rise = np.maximum.accumulate(rise)
-        self._slope = rise / (b.context_length - a.context_length)
-        self._base = knots[index].curve - self._slope * knots[index].context_length
-        self._segment = (
-            knots[index].context_length,
-            math.inf if last else knots[index + 1].context_length,
+            self._segment = (0.0, knots[0].context_length if len(knots) > 1 else math.inf)
+            base, slope = knots[0].curve, np.zeros(self.cap + 1)
+        else:
+            index = sum(k.context_length <= context_length for k in knots) - 1
+            last = index == len(knots) - 1
+            a, b = knots[index - last], knots[index - last + 1]
+            rise = b.curve - a.curve
+            if last:  # beyond the last knot the last slope holds, and wider rises by more
+                rise = np.maximum.accumulate(rise)
+            slope = rise / (b.context_length - a.context_length)
+            base = knots[index].curve - slope * knots[index].context_length
+            self._segment = (
+                knots[index].context_length,
+                math.inf if last else knots[index + 1].context_length,
+            )
+        self._base, self._slope = base[self.programs].tolist(), slope[self.programs].tolist()
+
+    def program_prices(self, context_length: int) -> list[float]:
+        """[G] ms, positive, never falling in the width."""
+        if self.at is None:
+            self._start(context_length)
+        return list(
+            itertools.accumulate(map(operator.mul, self.m, self.reference(context_length)), max)
         )
 
     def prices(self, context_length: int) -> np.ndarray:
-        """[cap+1] ms, positive, never falling in the width, equal where the program is the same."""
-        if self.at is None:
-            self._start(context_length)
-        return np.maximum.accumulate(self.m * self.reference(context_length))[self.ends]
+        """[cap+1] ms, one for each width."""
+        return np.array(self.program_prices(context_length))[self.program_of]
 
-    def doubt(self, width: int) -> np.ndarray:
-        """[cap+1] std of what each width costs beyond `width`, relative to the price."""
-        cov, width = self.cov, self.ends[width]
-        spread = cov.diagonal() - 2.0 * cov[width]
-        spread += cov[width, width]
-        return np.sqrt(np.maximum(spread, 0.0))[self.ends]
+    def doubt(self, program: int) -> list[float]:
+        """[G] std of what each program costs beyond `program`, relative to the price."""
+        row = self.cov[program]
+        own = row[program]
+        return [
+            math.sqrt(max(other[index] - 2.0 * row[index] + own, 0.0))
+            for index, other in enumerate(self.cov)
+        ]
 
     def observe(self, width: int, context_length: int, ms: float) -> bool:
         """One timed round: predict (drift), correct (robustly). Returns whether prices jumped."""
-        width = self.ends[width]
+        program = self.program_of[width]
         if self.at is None:
             self._start(context_length)
-        expected = float(self.reference(context_length)[width])
+        expected = self.reference(context_length)[program]
         if not self.known:
             self._rescale(ms / expected)
             expected = ms
-        cov, m = self.cov, self.m
-        cov += self._drift
+        drift = self._drift
         if self._rounds < START_ROUNDS:
-            cov += (START_DRIFT * (1.0 - self._rounds / START_ROUNDS)) ** 2
+            start = (START_DRIFT * (1.0 - self._rounds / START_ROUNDS)) ** 2
+            drift = [[x + start for x in row] for row in drift]
             self._rounds += 1
+        row = list(map(operator.add, self.cov[program], drift[program]))
         y = ms / expected
-        predicted = float(m[width])
+        predicted = self.m[program]
         sigma = self.noise * predicted
-        var = float(cov[width, width]) + sigma * sigma
+        var = row[program] + sigma * sigma
         error = y - predicted
         z = error / math.sqrt(var)
         self._learn_noise(abs(error) / predicted, var / (predicted * predicted))
         if abs(z) > CLIP:
             var *= (z / CLIP) ** 2
-        gain = cov[width] / var
-        m += gain * error
-        np.maximum(m, 0.02, out=m)
-        cov -= np.multiply.outer(gain, cov[width])
+        gain = [x / var for x in row]
+        self.m = [max(m + k * error, 0.02) for m, k in zip(self.m, gain, strict=True)]
+        self.cov = [
+            [c + d - k * x for c, d, x in zip(cov, drifted, row, strict=True)]
+            for cov, drifted, k in zip(self.cov, drift, gain, strict=True)
+        ]
         self.at = context_length
         return self._jumped(max(-JUMP_CLIP, min(JUMP_CLIP, z)))
 
@@ -318,6 +338,11 @@ class CostModel:
         self.noise *= 1.0 + (step if error > typical else -step)
         self.noise = min(max(self.noise, NOISE_RANGE[0]), NOISE_RANGE[1])
 
+    @property
+    def may_jump(self) -> bool:
+        """Whether the last rounds are half way to a jump."""
+        return abs(sum(self._residuals)) > 0.5 * JUMP_MEAN * JUMP_WINDOW
+
     def _jumped(self, z: float) -> bool:
         """After a jump the scale and the tilt are in doubt again, so the next rounds decide."""
         window = self._residuals
@@ -326,8 +351,11 @@ class CostModel:
             window.pop(0)
         if abs(sum(window)) <= JUMP_MEAN * JUMP_WINDOW:
             return False
-        scale = float(self.m[0])
-        self.cov += self._jump * scale * scale
+        scale = self.m[0] ** 2
+        self.cov = [
+            [c + scale * j for c, j in zip(cov, jump, strict=True)]
+            for cov, jump in zip(self.cov, self._jump, strict=True)
+        ]
         self.jumps += 1
         window.clear()
         return True
@@ -336,8 +364,10 @@ class CostModel:
         """What is believed now, as a knot at the context of the last observation."""
         if self.at is None or not self.known:
             return None
-        curve = self.prices(self.at)
-        return Knot(self.at, curve, self.cov / np.outer(self.m, self.m), self.noise, KEPT_DOUBT)
+        cov = (np.array(self.cov) / np.outer(self.m, self.m))[
+            np.ix_(self.program_of, self.program_of)
+        ]
+        return Knot(self.at, self.prices(self.at), cov, self.noise, KEPT_DOUBT)
 
     def add_knots(self, knots: Sequence[Knot]) -> None:
         """Takes knots from a record: they replace the warm-up's in their bands. Starts afresh."""

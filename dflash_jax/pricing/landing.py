@@ -72,6 +72,8 @@ class _Logistic:
             setattr(self, name, value.tolist())
         if not (self.slope > 0.0 and min(self.vs, self.vo, *self.vd) >= 0.0):
             raise ValueError("slope or variances below 0")
+        if self.c * self.c > self.vs * self.vo:
+            raise ValueError(f"covariance {self.c} of variances {self.vs} and {self.vo}")
         return self
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dflash_jax.errors import InputError
 from dflash_jax.pricing.baselines import Fixed, Ratio, Tiers
+from dflash_jax.pricing.cost import programs_of
 from dflash_jax.pricing.renewal import Renewal
 from dflash_jax.pricing.rule import Limits, PriorRow, Rule, checked_prior
 
@@ -29,6 +30,8 @@ def make_rule(
     are taken to run one program, and cost the same. The other arguments: see `Limits`.
 
     With a cap below 2 nodes there is nothing to choose: the width is the cap, whatever the name.
+    Nor has `renewal` anything to choose if all widths run one program, as on a GPU: it takes the
+    whole tree.
     Raises `InputError` for an unknown name or a value out of range.
     """
     limits = Limits(cap=cap, least=least, tile=tile, clock=clock)
@@ -48,6 +51,8 @@ def make_rule(
         return Ratio(name, limits, rows)
     if kind == "tiers":
         return Tiers(name, limits)
+    if programs_of(rows, cap) == [cap]:
+        return Fixed(name, limits, cap)
     return Renewal(limits, rows)
 
 

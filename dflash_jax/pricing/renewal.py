@@ -8,14 +8,16 @@ derives it.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dflash_jax.pricing.cost import CostModel, Knot, octaves
-from dflash_jax.pricing.rule import Limits, PriorRow, Rule, band_of
+from dflash_jax.pricing.rule import LEARN_ROUNDS, Limits, PriorRow, Rule, band_of
 from dflash_jax.pricing.trust import Trust
 
 MEMORY = 1.0 - 1.0 / 200.0  # of λ, per round
@@ -24,74 +26,88 @@ KEPT_ROUNDS = 30.0  # a record's λ counts as at most so many rounds of the next
 SURE_MOST = 0.03  # but never more than so much of the price: ignorance is no reason to stay
 SURE = 1.0  # stds of doubt up to which a price is taken to equal the usual width's
 JUMP_MEMORY = 0.05  # how much of λ's memory a jump of the prices leaves
+SETTLED = 24  # rounds after a jump that are learned from one by one
 PROBES = 4  # most rounds spent on timing other widths when prices are unknown or have jumped,
 PROBE_STDS = 2.0  # each only if a price lower by so many stds would make it the better width
 
 
-def best_width(expected: np.ndarray, prices: np.ndarray, rate: float) -> int:
+def best_width(expected: Sequence[float], prices: Sequence[float], rate: float) -> int:
     """argmax over w of expected[w] − rate · prices[w]; the widest if several are equal.
 
-    expected [n+1] tokens, prices [n+1] ms, rate in tokens per ms.
+    expected [n] tokens, prices [n] ms, rate in tokens per ms.
     """
-    gain = expected - rate * prices
-    return int(len(gain) - 1 - np.argmax(gain[::-1]))
+    best, most = 0, -math.inf
+    for width, (tokens, ms) in enumerate(zip(expected, prices, strict=True)):
+        gain = tokens - rate * ms
+        if gain >= most:
+            best, most = width, gain
+    return best
 
 
 class Renewal(Rule):
-    """argmax of E[w] − λ·c[w], λ = discounted tokens ÷ the present prices of the widths run."""
+    """argmax of E[w] − λ·c[w], λ = discounted tokens ÷ the present prices of the programs run."""
 
     def __init__(self, limits: Limits, prior: Sequence[PriorRow]) -> None:
         super().__init__("renewal", limits)
         self.cost = CostModel(limits.cap, limits.tile, prior)
         self.trust = Trust(limits.cap)
+        programs = self.cost.programs
+        # A tree of n nodes is verified at the widest width of a program, or whole.
+        self._offers = [
+            [*(width for width in programs if width < n), n] for n in range(limits.cap + 1)
+        ]
         self._tokens = 0.0
-        self._widths = np.zeros(limits.cap + 1)
-        self._expected = np.ones(limits.cap + 1)
+        self._rounds = [0.0] * len(programs)  # discounted, by program
+        self._usual = 0  # the program of their mean width,
+        self._doubt = [0.0] * len(programs)  # and how far others' prices are in doubt beside it
         self._probes = 0 if self.cost.known else PROBES
-        self._why: tuple[int, float, np.ndarray, np.ndarray] | None = None
+        self._asked: int | None = None  # the probe that is not yet observed
+        self._settled = SETTLED if self.cost.known else 0  # rounds since the last jump
+        self._why: tuple[int, float, list[float], list[float]] | None = None
         self._kept: dict[str, Any] = {}
         self._band = -1
-        self._every = np.arange(limits.cap + 1)
-        self._usual = 0
-        self._doubt = np.zeros(limits.cap + 1)
 
-    def _choose(self, chances: np.ndarray, context_length: int) -> int:
-        n = len(chances)
-        expected = self._expected[: n + 1]
-        np.add.accumulate(self.trust.apply(chances), out=expected[1:])
-        expected[1:] += 1.0
-        full = self.cost.prices(context_length)
+    def _choose(self, chances: list[float], context_length: int) -> int:
+        expected = list(itertools.accumulate(self.trust.apply(chances), initial=1.0))
+        prices = self.cost.program_prices(context_length)
         if not self._tokens:
-            self._start(expected, context_length)
-        rate = self._tokens / float(self._widths @ full)
-        w = best_width(expected, self._believed(full)[: n + 1], rate)
-        if self._probes:
-            w = self._probe(w, n, full, rate)
-        self._why = (w, rate, full, expected)
-        return w
+            self._start(expected, prices, context_length)
+        rate = self._tokens / sum(map(operator.mul, self._rounds, prices))
+        offers = self._offers[len(chances)]
+        believed = self._believed(prices[: len(offers)])
+        width = offers[best_width([expected[w] for w in offers], believed, rate)]
+        if self._probes and self._asked is None:
+            width = self._probe(width, expected, prices, rate)
+        self._why = (width, rate, prices, expected)
+        return width
 
-    def _believed(self, prices: np.ndarray) -> np.ndarray:
-        """Prices [cap+1] less what doubt explains of their distance from the usual width's."""
-        usual = prices[self._usual]
-        added = prices - usual
-        luck = self._doubt * usual
-        size = np.maximum(np.abs(added), luck)
-        size += 1e-12
-        luck *= luck
-        added *= 1.0 - luck / (size * size)
-        return added + usual
+    def _believed(self, prices: list[float]) -> list[float]:
+        """Prices [≤ G] less what doubt explains of their distance from the usual program's."""
+        usual = prices[min(self._usual, len(prices) - 1)]
+        believed = []
+        for ms, doubt in zip(prices, self._doubt, strict=False):
+            added, luck = ms - usual, doubt * usual
+            size = max(abs(added), luck) + 1e-12
+            believed.append(usual + added * (1.0 - (luck / size) ** 2))
+        return believed
 
-    def _probe(self, width: int, n: int, prices: np.ndarray, rate: float) -> int:
+    def _probe(self, width: int, expected: list[float], prices: list[float], rate: float) -> int:
         """A width well above or below `width` that is better if its price is luckily low; or it."""
+        n, program_of = len(expected) - 1, self.cost.program_of
+        doubt = self.cost.doubt(program_of[width])
+        luck = PROBE_STDS * rate * prices[program_of[width]]
+
+        def gain(w: int, lucky: float) -> float:
+            return expected[w] - rate * prices[program_of[w]] + lucky * doubt[program_of[w]]
+
         wide = max(2 * width, width + self.limits.tile)
         narrow = max(width // 2, self.limits.least, 1)
-        wide, narrow = (min(int(self.cost.ends[min(w, n)]), n) for w in (wide, narrow))
-        gain = self._expected - rate * prices
-        hope = gain + PROBE_STDS * rate * prices[width] * self.cost.doubt(width)
-        probe = max((wide, narrow), key=lambda w: float(hope[w]))
-        if hope[probe] <= gain[width] or probe == width:
+        ends = (self.cost.programs[program_of[min(w, n)]] for w in (wide, narrow))
+        probe = max((min(end, n) for end in ends), key=lambda w: gain(w, luck))
+        if gain(probe, luck) <= gain(width, 0.0) or probe == width:
             return width
         self._probes -= 1
+        self._asked = probe
         return probe
 
     def _observe(
@@ -99,36 +115,50 @@ class Renewal(Rule):
         width: int,
         context_length: int,
         ms: float | None,
-        landed: np.ndarray,
-        chances: np.ndarray,
+        landed: Sequence[bool],
+        chances: Sequence[float],
     ) -> None:
-        self._tokens = MEMORY * self._tokens + 1.0 + float(np.count_nonzero(landed))
-        self._widths *= MEMORY
-        self._widths[width] += 1.0
+        if width == self._asked:
+            self._asked = None
+        self._tokens = MEMORY * self._tokens + 1.0 + sum(landed)
+        self._rounds = [MEMORY * rounds for rounds in self._rounds]
+        self._rounds[self.cost.program_of[width]] += 1.0
         self.trust.observe(chances, landed)
         band = band_of(context_length)
         if band != self._band:
             self._save_band()
             self._band = band
         if ms is not None:
+            self._settled += 1
             if self.cost.observe(width, context_length, ms):
-                self._probes = PROBES
+                self._settled, self._probes = 0, PROBES
                 # λ was earned by widths that suited the old prices.
                 self._tokens *= JUMP_MEMORY
-                self._widths *= JUMP_MEMORY
-            self._usual = round(float(self._widths @ self._every) / float(self._widths.sum()))
-            self._doubt = np.minimum(SURE * self.cost.doubt(self._usual), SURE_MOST)
+                self._rounds = [JUMP_MEMORY * rounds for rounds in self._rounds]
+            mean = sum(map(operator.mul, self._rounds, self.cost.programs)) / sum(self._rounds)
+            self._usual = self.cost.program_of[round(mean)]
+            self._doubt = [min(SURE * doubt, SURE_MOST) for doubt in self.cost.doubt(self._usual)]
+
+    @property
+    def learn_every(self) -> int:
+        """One after a jump, when one may be under way, and where prices start from nothing."""
+        if self._settled < SETTLED or self.cost.may_jump:
+            return 1
+        return LEARN_ROUNDS
 
     def _save_band(self) -> None:
         """Puts what is believed now under the band of the last observation."""
         knot = self.cost.knot()
         if knot is None:
             return
-        share = min(1.0, KEPT_ROUNDS / float(self._widths.sum()))
+        share = min(1.0, KEPT_ROUNDS / sum(self._rounds))
+        widths = [0.0] * (self.cap + 1)
+        for width, rounds in zip(self.cost.programs, self._rounds, strict=True):
+            widths[width] = rounds * share
         self._kept[str(band_of(knot.context_length))] = {
             **knot.to_record(),
             "tokens": self._tokens * share,
-            "widths": (self._widths * share).tolist(),
+            "widths": widths,
         }
 
     def _bands(self) -> dict[str, Any]:
@@ -154,18 +184,21 @@ class Renewal(Rule):
         if self.cost.known:
             self._probes = 0
 
-    def _start(self, expected: np.ndarray, context_length: int) -> None:
+    def _start(self, expected: list[float], prices: list[float], context_length: int) -> None:
         """The first λ: the nearest band's, or else the first round's own best ratio."""
+        self._rounds = [0.0] * len(self._rounds)
         if self._kept:
             band = min(
                 self._kept.values(), key=lambda b: abs(octaves(b["context_length"], context_length))
             )
-            self._tokens, self._widths = band["tokens"], np.array(band["widths"])
+            self._tokens = band["tokens"]
+            for width, rounds in enumerate(band["widths"]):
+                self._rounds[self.cost.program_of[width]] += rounds
             return
-        width = int(np.argmax(expected / self.cost.prices(context_length)[: len(expected)]))
-        self._tokens = FIRST_ROUNDS * float(expected[width])
-        self._widths = np.zeros(self.cap + 1)
-        self._widths[width] = FIRST_ROUNDS
+        offers = self._offers[len(expected) - 1]
+        program = max(range(len(offers)), key=lambda g: expected[offers[g]] / prices[g])
+        self._tokens = FIRST_ROUNDS * expected[offers[program]]
+        self._rounds[program] = FIRST_ROUNDS
 
     def explain(self) -> dict[str, Any]:
         if self._why is None:
@@ -175,8 +208,8 @@ class Renewal(Rule):
             "rule": self.name,
             "width": width,
             "tokens_per_ms": rate,
-            "prices_ms": prices.tolist(),
-            "expected_tokens": expected.tolist(),
+            "prices_ms": [prices[program] for program in self.cost.program_of],
+            "expected_tokens": expected,
             "noise": self.cost.noise,
             "jumps": self.cost.jumps,
         }

@@ -17,6 +17,9 @@ CLOCKS = ("lone", "shared")
 PriorRow = tuple[int, int, float]
 """One warm-up timing: (width, context_length in tokens, ms)."""
 
+LEARN_ROUNDS = 4
+"""Rounds observed at once where time allows: alone, most of what one costs is cold caches."""
+
 MS_RANGE = (1e-6, 1e9)  # a time outside is no round's: a broken clock, or other units
 
 
@@ -71,9 +74,14 @@ def possible(ms: float) -> bool:
     return MS_RANGE[0] <= ms <= MS_RANGE[1]
 
 
-def in_range(chances: Sequence[float] | np.ndarray) -> np.ndarray:
+def in_range(chances: Sequence[float] | np.ndarray) -> list[float]:
     """Chances kept inside [0, 1]; one that is no number is 0: it offers nothing."""
-    return np.fmin(np.fmax(chances, 0.0), 1.0)
+    return [min(max(0.0, chance), 1.0) for chance in _plain(chances)]
+
+
+def _plain(values: Sequence[Any] | np.ndarray) -> Sequence[Any]:
+    """Python's own numbers: a loop over these is shorter than NumPy's calls."""
+    return values.tolist() if isinstance(values, np.ndarray) else values
 
 
 def band_of(context_length: int) -> int:
@@ -91,7 +99,7 @@ class Rule(abc.ABC):
         self.name = name
         self.limits = limits
         self.cap = limits.cap
-        self._chances = np.zeros(0)  # of the last call of `choose`
+        self._chances: list[float] = []  # of the last call of `choose`
 
     def choose(self, chances: np.ndarray, context_length: int) -> int:
         """The width of this round, `least`..len(chances) (all of them if there are fewer).
@@ -133,10 +141,15 @@ class Rule(abc.ABC):
                 f"context_length={context_length}: give a round that `choose` priced"
             )
         ms = round_ms if sample and possible(round_ms) else None
-        self._observe(width, context_length, ms, np.asarray(landed, bool), offered[:width])
+        self._observe(width, context_length, ms, _plain(landed), offered[:width])
+
+    @property
+    def learn_every(self) -> int:
+        """Rounds that may wait before they are observed, together: 1 to `LEARN_ROUNDS`."""
+        return LEARN_ROUNDS
 
     @abc.abstractmethod
-    def _choose(self, chances: np.ndarray, context_length: int) -> int:
+    def _choose(self, chances: list[float], context_length: int) -> int:
         """`choose` before the limits, from chances that are in range, at most `cap`."""
 
     @abc.abstractmethod
@@ -145,8 +158,8 @@ class Rule(abc.ABC):
         width: int,
         context_length: int,
         ms: float | None,
-        landed: np.ndarray,
-        chances: np.ndarray,
+        landed: Sequence[bool],
+        chances: Sequence[float],
     ) -> None:
         """`observe`, checked. ms: None if the round is no sample. landed, chances: [width]."""
 

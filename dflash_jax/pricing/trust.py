@@ -14,11 +14,20 @@ good chances are left alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-import numpy as np
-
-FORGET = 1.0 - 1.0 / 500.0  # per round
+UPDATE_ROUNDS = 4  # rounds that are counted before what they say is taken
+FORGET = (1.0 - 1.0 / 500.0) ** UPDATE_ROUNDS  # per update
 EXPLAINED = 3.0  # standard errors of a bias or of the slope that are put down to luck
+
+
+class _Place:
+    """Discounted sums over the rounds that verified one place of the pop order."""
+
+    __slots__ = ("chance", "error", "rounds", "var")
+
+    def __init__(self) -> None:
+        self.rounds = self.chance = self.error = self.var = 0.0  # n, Σp, Σ(landed − p), Σp(1 − p)
 
 
 class Trust:
@@ -26,52 +35,63 @@ class Trust:
 
     def __init__(self, cap: int) -> None:
         self.slope = 0.0
-        self.bias = np.zeros(cap)
-        self._scale = 1.0
-        self._shift = np.zeros(cap)  # trusted = _scale · p + _shift
-        self._sums = np.zeros((4, cap))  # rounds, Σp, Σ(landed − p), Σp(1 − p): discounted
+        self.bias = [0.0] * cap
+        self._shift = [0.0] * cap  # trusted = (1 + slope) · p + shift
+        self._corrects = False
+        self._places = [_Place() for _ in range(cap)]
         self._xx = self._xy = self._xv = 0.0  # Σ over places of d², d·error, d²·p(1 − p)
+        self._waiting = 0  # rounds since the last update
 
-    def apply(self, chances: np.ndarray) -> np.ndarray:
+    def apply(self, chances: Sequence[float]) -> Sequence[float]:
         """[n] given chances to [n] trusted ones, in [0, 1]."""
-        trusted = chances * self._scale
-        trusted += self._shift[: len(chances)]
-        np.maximum(trusted, 0.0, out=trusted)
-        return np.minimum(trusted, 1.0, out=trusted)
+        if not self._corrects:
+            return chances
+        scale = 1.0 + self.slope
+        return [
+            min(max(scale * p + shift, 0.0), 1.0)
+            for p, shift in zip(chances, self._shift, strict=False)
+        ]
 
-    def observe(self, chances: np.ndarray, landed: np.ndarray) -> None:
+    def observe(self, chances: Sequence[float], landed: Sequence[bool]) -> None:
         """chances [width], as they were given; landed [width], of the same nodes.
 
         Only verified nodes count. That selects rounds by their chances, which a regression on
         the chances does not mind.
         """
-        width = len(chances)
-        if not width:
-            return
-        sums = self._sums
-        sums *= FORGET
-        rounds, total, error_sum, var_sum = sums[:, :width]
-        error = landed - chances
-        var = chances * (1.0 - chances)
-        rounds += 1.0
-        total += chances
-        error_sum += error
-        var_sum += var
-        deviation = chances - total / rounds
-        square = deviation * deviation
-        error -= error_sum / rounds
-        self._xx = FORGET * self._xx + float(square.sum())
-        self._xy = FORGET * self._xy + float(deviation @ error)
-        self._xv = FORGET * self._xv + float(square @ var)
-        self._update()
+        xx = xy = xv = 0.0
+        for p, hit, place in zip(chances, landed, self._places, strict=False):
+            error, var = hit - p, p * (1.0 - p)
+            place.rounds += 1.0
+            place.chance += p
+            place.error += error
+            place.var += var
+            deviation = p - place.chance / place.rounds
+            xx += deviation * deviation
+            xy += deviation * (error - place.error / place.rounds)
+            xv += deviation * deviation * var
+        self._xx += xx
+        self._xy += xy
+        self._xv += xv
+        self._waiting += 1
+        if self._waiting == UPDATE_ROUNDS:
+            self._update()
 
     def _update(self) -> None:
-        rounds, total, error_sum, var_sum = self._sums
-        luck = EXPLAINED * np.sqrt(var_sum)
-        seen = np.maximum(rounds, 1.0)
-        self.bias = (error_sum - np.minimum(np.maximum(error_sum, -luck), luck)) / seen
+        self._waiting = 0
         excess = max(abs(self._xy) - EXPLAINED * math.sqrt(self._xv), 0.0)
         slope = math.copysign(excess, self._xy) / self._xx if self._xx > 0.0 else 0.0
         self.slope = min(max(slope, -1.0), 0.5)
-        self._scale = 1.0 + self.slope
-        self._shift = self.bias - self.slope * total / seen
+        self._xx *= FORGET
+        self._xy *= FORGET
+        self._xv *= FORGET
+        for index, place in enumerate(self._places):
+            luck = EXPLAINED * math.sqrt(place.var)
+            seen = max(place.rounds, 1.0)
+            unexplained = place.error - min(max(place.error, -luck), luck)
+            self.bias[index] = unexplained / seen
+            self._shift[index] = self.bias[index] - self.slope * place.chance / seen
+            place.rounds *= FORGET
+            place.chance *= FORGET
+            place.error *= FORGET
+            place.var *= FORGET
+        self._corrects = self.slope != 0.0 or any(self.bias)

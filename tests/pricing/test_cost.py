@@ -158,20 +158,44 @@ def test_doubt_shrinks_where_timed():
     assert after[15] < before[15]
 
 
-def test_one_update_is_the_textbook_kalman_filter():
+def padded(w, c):
+    """Windows padded to 1, 4, 8, 12 or 16 rows."""
+    return straight(0 if w == 0 else 4 * (w // 4) + 3, c)
+
+
+@pytest.mark.parametrize(("price", "programs"), [(straight, 16), (padded, 5)])
+def test_one_update_is_the_textbook_kalman_filter(price, programs):
     """`observe` against predict and correct written with matrices, an ordinary residual."""
-    model = CostModel(15, 4, rows(straight, noise=0.03))
+    model = CostModel(15, 4, rows(price, noise=0.0))
     model.prices(64)
     model._rounds = cost_module.START_ROUNDS  # past the slow start
-    width, ms = 9, 1.02 * straight(9, 64)
-    h = np.eye(16)[width] * model.reference(64)[width]  # ms = h · m
-    m, cov = model.m.copy(), model.cov + model._drift
+    width, ms = 9, 1.02 * price(9, 64)
+    program = model.program_of[width]
+    h = np.eye(programs)[program] * model.reference(64)[program]  # ms = h · m
+    m, cov = np.array(model.m), np.array(model.cov) + model._drift
     r = (model.noise * h @ m) ** 2
     gain = cov @ h / (h @ cov @ h + r)
     expected_m = m + gain * (ms - h @ m)
-    expected_cov = (np.eye(16) - np.outer(gain, h)) @ cov
+    expected_cov = (np.eye(programs) - np.outer(gain, h)) @ cov
     model.observe(width, 64, ms)
     # `observe` takes the noise before its own update of the noise; so does this reference,
     # to within that update (5 %).
     assert model.m == pytest.approx(expected_m, rel=1e-3)
-    assert model.cov == pytest.approx(expected_cov, abs=2e-3 * float(np.abs(expected_cov).max()))
+    largest = float(np.abs(expected_cov).max())
+    assert np.array(model.cov) == pytest.approx(expected_cov, abs=2e-3 * largest)
+
+
+def test_widths_of_one_program_share_a_price_and_a_record_of_it():
+    model = CostModel(15, 4, rows(padded))
+    assert model.programs == [0, 3, 7, 11, 15]
+    for _ in range(30):
+        model.observe(9, 64, 1.3 * padded(9, 64))
+        model.observe(5, 64, 1.3 * padded(5, 64))
+    prices = model.prices(64)
+    assert prices == pytest.approx(1.3 * np.array([padded(w, 64) for w in WIDTHS]), rel=0.05)
+    knot = model.knot()
+    assert knot.curve == pytest.approx(prices)
+    assert knot.cov[8, 5] == knot.cov[11, 7]
+    again = CostModel(15, 4, rows(padded))
+    again.add_knots([type(knot).from_record(knot.to_record(), 15)])
+    assert again.prices(64) == pytest.approx(prices)

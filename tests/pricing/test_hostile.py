@@ -122,7 +122,7 @@ def test_thousands_of_rounds_at_one_width_leave_the_others_priced():
             landed=np.zeros(4, bool),
             chances=np.full(4, 0.1),
         )
-    cov = rule.cost.cov
+    cov = np.array(rule.cost.cov)
     assert np.linalg.eigvalsh(cov).min() > -1e-9 * np.abs(cov).max()
     prices = rule.cost.prices(600)
     assert prices == pytest.approx(34.0 + 2.0 * np.arange(16), rel=0.2)
