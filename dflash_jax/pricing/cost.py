@@ -38,7 +38,7 @@ ONE_ROW_STEP = 0.10  # and of one from one row (plain decoding) to two
 SCALE_DOUBT = 0.15  # a warm-up round may be this much slower than a served one, at all widths
 TILT_DOUBT = 0.10  # and the dearest width this much further off than the cheapest
 KEPT_DOUBT = 0.03  # the same for a band's record, which served rounds have taught
-DRIFT_SCALE = 0.002  # random walk a round: the card's speed,
+DRIFT_SCALE = 0.001  # random walk a round: the card's speed,
 START_DRIFT = 0.05  # the same in the first rounds of a stream, fading over
 START_ROUNDS = 12
 DRIFT_TILT = 0.001  # the price of a row (at the cap, relative to the round),
@@ -54,7 +54,7 @@ CLIP = 2.5  # a residual beyond this many sigmas counts for less, the less the f
 JUMP_WINDOW = 10  # rounds over which the clipped residuals are averaged:
 JUMP_MEAN = 1.3  # white noise hardly ever reaches this mean (4 stds); a changed price soon does
 JUMP_CLIP = 2.0  # so that an outlier or two are no jump
-JUMP_TILT = 0.6  # after a jump the tilt is in doubt by so much, the scale as after a warm-up
+JUMP_TILT = BLIND_TILT  # after a jump the tilt is as little known, and the scale as at warm-up
 
 
 @dataclasses.dataclass

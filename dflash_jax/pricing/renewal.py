@@ -23,11 +23,11 @@ from dflash_jax.pricing.trust import Trust
 MEMORY = 1.0 - 1.0 / 200.0  # of λ, per round
 FIRST_ROUNDS = 2.0  # the first round's own best ratio counts as so many rounds of λ
 KEPT_ROUNDS = 30.0  # a record's λ counts as at most so many rounds of the next stream
-SURE_MOST = 0.03  # but never more than so much of the price: ignorance is no reason to stay
-SURE = 1.0  # stds of doubt up to which a price is taken to equal the usual width's
+ALIKE = 4.0  # stds of doubt within which all prices are taken to be one,
+ALIKE_MOST = 0.15  # but never more than so much of the price: ignorance is no price
 JUMP_MEMORY = 0.05  # how much of λ's memory a jump of the prices leaves
 SETTLED = 24  # rounds after a jump that are learned from one by one
-PROBES = 4  # most rounds spent on timing other widths when prices are unknown or have jumped,
+PROBES = 8  # most rounds spent on timing other widths when prices are unknown or have jumped,
 PROBE_STDS = 2.0  # each only if a price lower by so many stds would make it the better width
 
 
@@ -58,10 +58,9 @@ class Renewal(Rule):
         ]
         self._tokens = 0.0
         self._rounds = [0.0] * len(programs)  # discounted, by program
-        self._usual = 0  # the program of their mean width,
-        self._doubt = [0.0] * len(programs)  # and how far others' prices are in doubt beside it
+        self._usual = 0  # the program of their mean width
+        self._slack = [0.0] * len(programs)  # how far, relative to its price, others may be off
         self._probes = 0 if self.cost.known else PROBES
-        self._asked: int | None = None  # the probe that is not yet observed
         self._settled = SETTLED if self.cost.known else 0  # rounds since the last jump
         self._why: tuple[int, float, list[float], list[float]] | None = None
         self._kept: dict[str, Any] = {}
@@ -73,23 +72,22 @@ class Renewal(Rule):
         if not self._tokens:
             self._start(expected, prices, context_length)
         rate = self._tokens / sum(map(operator.mul, self._rounds, prices))
-        offers = self._offers[len(chances)]
-        believed = self._believed(prices[: len(offers)])
-        width = offers[best_width([expected[w] for w in offers], believed, rate)]
-        if self._probes and self._asked is None:
+        if self._alike(prices):
+            width = len(chances)
+        else:
+            offers = self._offers[len(chances)]
+            width = offers[best_width([expected[w] for w in offers], prices[: len(offers)], rate)]
+        if self._probes:
             width = self._probe(width, expected, prices, rate)
         self._why = (width, rate, prices, expected)
         return width
 
-    def _believed(self, prices: list[float]) -> list[float]:
-        """Prices [≤ G] less what doubt explains of their distance from the usual program's."""
-        usual = prices[min(self._usual, len(prices) - 1)]
-        believed = []
-        for ms, doubt in zip(prices, self._doubt, strict=False):
-            added, luck = ms - usual, doubt * usual
-            size = max(abs(added), luck) + 1e-12
-            believed.append(usual + added * (1.0 - (luck / size) ** 2))
-        return believed
+    def _alike(self, prices: list[float]) -> bool:
+        """Whether doubt explains all differences: else noise finds "cheaper" trees for ever."""
+        usual = prices[self._usual]
+        return all(
+            abs(ms - usual) <= slack * usual for ms, slack in zip(prices, self._slack, strict=True)
+        )
 
     def _probe(self, width: int, expected: list[float], prices: list[float], rate: float) -> int:
         """A width well above or below `width` that is better if its price is luckily low; or it."""
@@ -107,7 +105,6 @@ class Renewal(Rule):
         if gain(probe, luck) <= gain(width, 0.0) or probe == width:
             return width
         self._probes -= 1
-        self._asked = probe
         return probe
 
     def _observe(
@@ -118,8 +115,6 @@ class Renewal(Rule):
         landed: Sequence[bool],
         chances: Sequence[float],
     ) -> None:
-        if width == self._asked:
-            self._asked = None
         self._tokens = MEMORY * self._tokens + 1.0 + sum(landed)
         self._rounds = [MEMORY * rounds for rounds in self._rounds]
         self._rounds[self.cost.program_of[width]] += 1.0
@@ -137,7 +132,7 @@ class Renewal(Rule):
                 self._rounds = [JUMP_MEMORY * rounds for rounds in self._rounds]
             mean = sum(map(operator.mul, self._rounds, self.cost.programs)) / sum(self._rounds)
             self._usual = self.cost.program_of[round(mean)]
-            self._doubt = [min(SURE * doubt, SURE_MOST) for doubt in self.cost.doubt(self._usual)]
+            self._slack = [min(ALIKE * doubt, ALIKE_MOST) for doubt in self.cost.doubt(self._usual)]
 
     @property
     def learn_every(self) -> int:

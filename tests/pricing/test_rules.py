@@ -279,8 +279,8 @@ def test_prices_that_are_known_are_not_probed():
     for t in range(100):
         width = rule.choose(np.cumprod(rng.uniform(0.6, 1.0, 15)), 1000)
         why = rule.explain()
-        prices = rule._believed(why["prices_ms"])
-        assert width == best_width(why["expected_tokens"], prices, why["tokens_per_ms"])
+        believed = (why["expected_tokens"], why["prices_ms"], why["tokens_per_ms"])
+        assert width == best_width(*believed)
         ms = (35.0 + 3.0 * width) * (1.0 + 0.03 * rng.standard_normal())
         rule.observe(width=width, context_length=1000, round_ms=ms, landed=np.arange(width) < t % 5)
 
@@ -373,14 +373,6 @@ def test_rounds_wait_to_be_learned_only_while_prices_are_settled():
     assert rule.learn_every == 1
     play(rule, SETTLED, lambda w: 60.0 + 0.4 * w)
     assert rule.learn_every == LEARN_ROUNDS
-
-
-def test_a_probe_waits_for_what_the_last_one_found():
-    rule = make_rule("renewal")
-    chances = np.cumprod(np.full(15, 0.8))
-    widths = [rule.choose(chances, 300) for _ in range(4)]
-    assert rule._probes == PROBES - 1
-    assert len({*widths[1:]}) == 1 != widths[0]
 
 
 def test_pricing_and_replay_import_no_jax():
