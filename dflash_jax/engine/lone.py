@@ -290,7 +290,8 @@ class Stream:
         """Teaches the rule and the landing model the rounds that they do not know yet."""
         sampled = not self._request.sampling.greedy
         assert self._rule is not None
-        for seen in self._to_learn:
+        waiting, self._to_learn = self._to_learn, []
+        for seen in waiting:
             self._rule.observe(
                 width=seen.width,
                 context_length=seen.context,
@@ -303,7 +304,6 @@ class Stream:
             self._driver.landing.observe(
                 tree.own, tree.parents, tree.depths - 1, seen.landed, sampled
             )
-        self._to_learn.clear()
 
     def _dispatch_draft(self, done: Round, count: jax.Array) -> Any:
         """Enqueues the next block behind the verified window; its proposals, on the device."""

@@ -49,6 +49,8 @@ class Ratio(Rule):
         self._ms: dict[int, float] = {}
         self._timed_at: dict[int, int] = {}
         self._round = 0
+        self._choices = 0
+        self._asked: dict[int, int] = {}  # of a probe, the last choice that was it
         self._context = 0
         self._kept: dict[int, dict[int, float]] = {}
         self._loaded = False
@@ -60,8 +62,11 @@ class Ratio(Rule):
         n = len(chances)
         self._context = context_length
         self._load_band(context_length)
+        self._choices += 1
         for probe in self._probes:
-            if probe <= n and probe not in self._ms:
+            # A round is observed while the next one runs: the one just asked for is not missing.
+            if probe <= n and probe not in self._ms and self._asked.get(probe) != self._choices - 1:
+                self._asked[probe] = self._choices
                 return probe
         table = self._ms or self._start or {n: 1.0}
         widths = sorted(table)
@@ -95,6 +100,11 @@ class Ratio(Rule):
         old = self._ms.get(width, ms)
         self._ms[width] = old + TIMING_WEIGHT * (ms - old)
         self._timed_at[width] = self._round
+
+    @property
+    def learn_every(self) -> int:
+        """As published: each round."""
+        return 1
 
     def _load_band(self, context_length: int) -> None:
         if not self._loaded:
@@ -153,6 +163,11 @@ class Tiers(Rule):
             self._tier = min(self._tier + 1, len(self.tiers) - 1)
         elif self._tier and self._mean < TIER_DOWN * self.tiers[self._tier - 1]:
             self._tier -= 1
+
+    @property
+    def learn_every(self) -> int:
+        """As published: each round."""
+        return 1
 
     def explain(self) -> dict[str, Any]:
         return {"rule": self.name, "tier": self.tiers[self._tier], "mean_landed": self._mean}

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.pricing.rule import PriorRow, band_of
+from dflash_jax.pricing.rule import MS_RANGE, PriorRow, band_of, is_context
 
 BEND = 0.003  # prior std of a change of slope at a width, relative to the price of a round
 STEP = 0.004  # of a step in price between neighbouring widths
@@ -50,11 +50,14 @@ NOISE_START = 0.05  # timing noise of served rounds, relative, at least; then le
 NOISE_RATE = 0.03  # by steps of this share
 WARMUP_NOISES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.15)  # the candidates for the warm-up's
 NOISE_RANGE = (0.005, 0.3)
+PRICE_RANGE = (1e-6 * MS_RANGE[0], 1e6 * MS_RANGE[1])  # ms of a record: beliefs may overshoot
 CLIP = 2.5  # a residual beyond this many sigmas counts for less, the less the further
+ABSURD = 1.5  # times too dear or too cheap beside its neighbour: a price that cannot be
 JUMP_WINDOW = 10  # rounds over which the clipped residuals are averaged:
 JUMP_MEAN = 1.3  # white noise hardly ever reaches this mean (4 stds); a changed price soon does
 JUMP_CLIP = 2.0  # so that an outlier or two are no jump
-JUMP_TILT = BLIND_TILT  # after a jump the tilt is as little known, and the scale as at warm-up
+JUMP_SCALE = 1.0  # after a jump the scale is in doubt by so much,
+JUMP_TILT = 1.0  # and the tilt
 
 
 @dataclasses.dataclass
@@ -94,8 +97,8 @@ class Knot:
         if knot.curve.shape != (cap + 1,) or knot.cov.shape != (cap + 1, cap + 1):
             raise ValueError(f"prices {knot.curve.shape}, cov {knot.cov.shape} at cap {cap}")
         if not (
-            knot.context_length >= 0
-            and 0.0 < knot.curve.min() <= knot.curve.max() < math.inf
+            is_context(knot.context_length)
+            and PRICE_RANGE[0] <= knot.curve.min() <= knot.curve.max() <= PRICE_RANGE[1]
             and NOISE_RANGE[0] <= knot.noise <= NOISE_RANGE[1]
             and 0.0 <= knot.tilt_doubt <= BLIND_TILT
         ):
@@ -153,7 +156,7 @@ def smooth(rows: Sequence[PriorRow], cap: int, shape: np.ndarray) -> tuple[float
     y = ms / scale - 1.0
     best: tuple[float, float, np.ndarray, np.ndarray] | None = None
     for noise in WARMUP_NOISES:
-        gram = prior[np.ix_(widths, widths)] + np.diag((noise * ms / scale) ** 2)
+        gram = prior[np.ix_(widths, widths)] + np.diag((noise * ms / scale) ** 2 + 1e-9)
         chol = np.linalg.cholesky(gram)
         white = np.linalg.solve(chol, y)
         evidence = -0.5 * white @ white - np.log(np.diag(chol)).sum()
@@ -175,7 +178,8 @@ def programs_of(prior: Sequence[PriorRow], cap: int) -> list[int]:
     timings: dict[int, list[tuple[int, float]]] = {}
     for width, context_length, ms in prior:
         timings.setdefault(width, []).append((context_length, ms))
-    return [w for w in range(cap + 1) if w == cap or timings.get(w, w) != timings.get(w + 1, -1)]
+    known = {width: sorted(set(rows)) for width, rows in timings.items()}
+    return [w for w in range(cap + 1) if w == cap or known.get(w, w) != known.get(w + 1, -1)]
 
 
 class CostModel:
@@ -226,6 +230,7 @@ class CostModel:
         self.noise = max(NOISE_START, *(knot.noise for knot in self.knots))
         self.m = [1.0] * len(self.programs)
         self.cov: list[list[float]] = []
+        self._best_known = 0  # the program whose price is least in doubt
 
     def _start(self, context_length: int) -> None:
         """Doubt at the first round: the nearest knot's own, the scale, the tilt, the distance."""
@@ -234,7 +239,7 @@ class CostModel:
         far = CONTEXT_TILT * min(abs(octaves(knot.context_length, context_length)), 4.0)
         cov = knot.cov + SCALE_DOUBT**2 + (knot.tilt_doubt**2 + far**2) * tilt
         drift = DRIFT_SCALE**2 + DRIFT_TILT**2 * tilt + DRIFT_SHAPE**2 * self._shape
-        jump = SCALE_DOUBT**2 + JUMP_TILT**2 * tilt + self._shape
+        jump = JUMP_SCALE**2 + JUMP_TILT**2 * tilt + self._shape
         chosen = np.ix_(self.programs, self.programs)
         self.cov, self._drift, self._jump = (x[chosen].tolist() for x in (cov, drift, jump))
         self.m = [1.0] * len(self.programs)
@@ -245,17 +250,16 @@ class CostModel:
         low, high = self._segment
         if not low <= context_length < high:
             self._new_segment(context_length)
-        return [
-            base + slope * context_length
-            for base, slope in zip(self._base, self._slope, strict=True)
-        ]
+        beyond = context_length - self._origin
+        return [base + slope * beyond for base, slope in zip(self._base, self._slope, strict=True)]
 
     def _new_segment(self, context_length: int) -> None:
         knots = self.knots
         if context_length < knots[0].context_length or len(knots) == 1:
             # Below the first knot its curve holds: an extrapolation could go below zero.
+            index = 0
             self._segment = (0.0, knots[0].context_length if len(knots) > 1 else math.inf)
-            base, slope = knots[0].curve, np.zeros(self.cap + 1)
+            slope = np.zeros(self.cap + 1)
         else:
             index = sum(k.context_length <= context_length for k in knots) - 1
             last = index == len(knots) - 1
@@ -264,31 +268,38 @@ class CostModel:
             if last:  # beyond the last knot the last slope holds, and wider rises by more
                 rise = np.maximum.accumulate(rise)
             slope = rise / (b.context_length - a.context_length)
-            base = knots[index].curve - slope * knots[index].context_length
             self._segment = (
                 knots[index].context_length,
                 math.inf if last else knots[index + 1].context_length,
             )
+        self._origin, base = knots[index].context_length, knots[index].curve
         self._base, self._slope = base[self.programs].tolist(), slope[self.programs].tolist()
 
     def program_prices(self, context_length: int) -> list[float]:
-        """[G] ms, positive, never falling in the width."""
+        """[G] ms, positive, never falling in the width.
+
+        Where the multipliers would have it fall, the program that is known best is believed.
+        """
         if self.at is None:
             self._start(context_length)
-        return list(
-            itertools.accumulate(map(operator.mul, self.m, self.reference(context_length)), max)
-        )
+        return self._never_falling(list(map(operator.mul, self.m, self.reference(context_length))))
+
+    def _never_falling(self, prices: list[float]) -> list[float]:
+        best = self._best_known
+        wider = itertools.accumulate(prices[best:], max)
+        narrower = list(itertools.accumulate(prices[best::-1], min))
+        return [*narrower[:0:-1], *wider]
 
     def prices(self, context_length: int) -> np.ndarray:
         """[cap+1] ms, one for each width."""
         return np.array(self.program_prices(context_length))[self.program_of]
 
     def doubt(self, program: int) -> list[float]:
-        """[G] std of what each program costs beyond `program`, relative to the price."""
+        """[G] std of what each program costs beyond `program`, relative to the latter's price."""
         row = self.cov[program]
-        own = row[program]
+        own, m = row[program], self.m[program]
         return [
-            math.sqrt(max(other[index] - 2.0 * row[index] + own, 0.0))
+            math.sqrt(max(other[index] - 2.0 * row[index] + own, 0.0)) / m
             for index, other in enumerate(self.cov)
         ]
 
@@ -297,10 +308,10 @@ class CostModel:
         program = self.program_of[width]
         if self.at is None:
             self._start(context_length)
-        expected = self.reference(context_length)[program]
         if not self.known:
-            self._rescale(ms / expected)
-            expected = ms
+            self._rescale(ms / self.reference(context_length)[program])
+        reference = self.reference(context_length)
+        expected = reference[program]
         drift = self._drift
         if self._rounds < START_ROUNDS:
             start = (START_DRIFT * (1.0 - self._rounds / START_ROUNDS)) ** 2
@@ -322,8 +333,20 @@ class CostModel:
             [c + d - k * x for c, d, x in zip(cov, drifted, row, strict=True)]
             for cov, drifted, k in zip(self.cov, drift, gain, strict=True)
         ]
+        self._best_known = min(
+            range(len(gain)), key=lambda g: self.cov[g][g] / (self.m[g] * self.m[g])
+        )
+        self._mend(reference)
         self.at = context_length
-        return self._jumped(max(-JUMP_CLIP, min(JUMP_CLIP, z)))
+        return self._jumped(max(-JUMP_CLIP, min(JUMP_CLIP, z)), self.m[program])
+
+    def _mend(self, reference: list[float]) -> None:
+        """Takes back multipliers by which a wider program would be far cheaper than a narrower."""
+        prices = list(map(operator.mul, self.m, reference))
+        stated = self._never_falling(prices)
+        for program, (ms, right) in enumerate(zip(prices, stated, strict=True)):
+            if not right < ABSURD * ms < ABSURD * ABSURD * right:
+                self.m[program] = right / reference[program]
 
     def _rescale(self, factor: float) -> None:
         self.knots = [dataclasses.replace(k, curve=k.curve * factor) for k in self.knots]
@@ -343,7 +366,7 @@ class CostModel:
         """Whether the last rounds are half way to a jump."""
         return abs(sum(self._residuals)) > 0.5 * JUMP_MEAN * JUMP_WINDOW
 
-    def _jumped(self, z: float) -> bool:
+    def _jumped(self, z: float, m: float) -> bool:
         """After a jump the scale and the tilt are in doubt again, so the next rounds decide."""
         window = self._residuals
         window.append(z)
@@ -351,9 +374,8 @@ class CostModel:
             window.pop(0)
         if abs(sum(window)) <= JUMP_MEAN * JUMP_WINDOW:
             return False
-        scale = self.m[0] ** 2
         self.cov = [
-            [c + scale * j for c, j in zip(cov, jump, strict=True)]
+            [c + m * m * j for c, j in zip(cov, jump, strict=True)]
             for cov, jump in zip(self.cov, self._jump, strict=True)
         ]
         self.jumps += 1

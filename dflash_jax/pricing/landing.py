@@ -59,7 +59,8 @@ class _Logistic:
 
     def to_record(self) -> dict[str, Any]:
         names = ("slope", "offset", "vs", "vo", "c", "depth", "vd")
-        return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "depth": list(self.depth), "vd": list(self.vd)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> _Logistic:

@@ -23,11 +23,13 @@ from dflash_jax.pricing.trust import Trust
 MEMORY = 1.0 - 1.0 / 200.0  # of λ, per round
 FIRST_ROUNDS = 2.0  # the first round's own best ratio counts as so many rounds of λ
 KEPT_ROUNDS = 30.0  # a record's λ counts as at most so many rounds of the next stream
-ALIKE = 4.0  # stds of doubt within which all prices are taken to be one,
-ALIKE_MOST = 0.15  # but never more than so much of the price: ignorance is no price
+SURE = 1.0  # stds of doubt up to which a price is taken to equal the usual program's,
+SURE_MOST = 0.03  # but never more than so much of it: ignorance is no reason to stay
 JUMP_MEMORY = 0.05  # how much of λ's memory a jump of the prices leaves
 SETTLED = 24  # rounds after a jump that are learned from one by one
-PROBES = 8  # most rounds spent on timing other widths when prices are unknown or have jumped,
+PROBES = 4  # most rounds spent on timing other widths when prices are unknown or have jumped,
+UNKNOWN = 0.2  # doubt of a price, relative, that earns one more probe
+PROBE_EVERY = 100  # rounds
 PROBE_STDS = 2.0  # each only if a price lower by so many stds would make it the better width
 
 
@@ -54,16 +56,22 @@ class Renewal(Rule):
         programs = self.cost.programs
         # A tree of n nodes is verified at the widest width of a program, or whole.
         self._offers = [
-            [*(width for width in programs if width < n), n] for n in range(limits.cap + 1)
+            [*(width for width in programs if limits.least <= width < n), n]
+            for n in range(limits.cap + 1)
         ]
+        self._kept: dict[str, Any] = {}
+        self._restart()
+
+    def _restart(self) -> None:
+        """Nothing chosen or observed yet; what is known are the cost model's prices."""
+        programs = self.cost.programs
         self._tokens = 0.0
         self._rounds = [0.0] * len(programs)  # discounted, by program
         self._usual = 0  # the program of their mean width
-        self._slack = [0.0] * len(programs)  # how far, relative to its price, others may be off
+        self._doubt = [0.0] * len(programs)  # how far, relative to its price, others may be off
         self._probes = 0 if self.cost.known else PROBES
         self._settled = SETTLED if self.cost.known else 0  # rounds since the last jump
         self._why: tuple[int, float, list[float], list[float]] | None = None
-        self._kept: dict[str, Any] = {}
         self._band = -1
 
     def _choose(self, chances: list[float], context_length: int) -> int:
@@ -72,22 +80,24 @@ class Renewal(Rule):
         if not self._tokens:
             self._start(expected, prices, context_length)
         rate = self._tokens / sum(map(operator.mul, self._rounds, prices))
-        if self._alike(prices):
-            width = len(chances)
-        else:
-            offers = self._offers[len(chances)]
-            width = offers[best_width([expected[w] for w in offers], prices[: len(offers)], rate)]
+        offers = self._offers[len(chances)]
+        believed = self._believed(prices)
+        offered = [believed[self.cost.program_of[w]] for w in offers]
+        width = offers[best_width([expected[w] for w in offers], offered, rate)]
         if self._probes:
             width = self._probe(width, expected, prices, rate)
         self._why = (width, rate, prices, expected)
         return width
 
-    def _alike(self, prices: list[float]) -> bool:
-        """Whether doubt explains all differences: else noise finds "cheaper" trees for ever."""
+    def _believed(self, prices: list[float]) -> list[float]:
+        """Prices [G] less what doubt explains of their distance from the usual program's."""
         usual = prices[self._usual]
-        return all(
-            abs(ms - usual) <= slack * usual for ms, slack in zip(prices, self._slack, strict=True)
-        )
+        believed = []
+        for ms, doubt in zip(prices, self._doubt, strict=True):
+            added, luck = ms - usual, doubt * usual
+            size = max(abs(added), luck) + 1e-12
+            believed.append(usual + added * (1.0 - (luck / size) ** 2))
+        return believed
 
     def _probe(self, width: int, expected: list[float], prices: list[float], rate: float) -> int:
         """A width well above or below `width` that is better if its price is luckily low; or it."""
@@ -132,7 +142,10 @@ class Renewal(Rule):
                 self._rounds = [JUMP_MEMORY * rounds for rounds in self._rounds]
             mean = sum(map(operator.mul, self._rounds, self.cost.programs)) / sum(self._rounds)
             self._usual = self.cost.program_of[round(mean)]
-            self._slack = [min(ALIKE * doubt, ALIKE_MOST) for doubt in self.cost.doubt(self._usual)]
+            doubts = self.cost.doubt(self._usual)
+            if self._settled % PROBE_EVERY == 0 and not self._probes and max(doubts) > UNKNOWN:
+                self._probes = 1
+            self._doubt = [min(SURE * doubt, SURE_MOST) for doubt in doubts]
 
     @property
     def learn_every(self) -> int:
@@ -161,23 +174,22 @@ class Renewal(Rule):
         return dict(self._kept)
 
     def _load(self, bands: Mapping[str, Any]) -> None:
-        knots = []
+        knots, kept = [], {}
         for band, record in bands.items():
             knot = Knot.from_record(record, self.cap)
             widths = np.array(record["widths"], float)
             tokens, rounds = float(record["tokens"]), float(widths.sum())
             if widths.shape != knot.curve.shape or not widths.min() >= 0.0:
                 raise ValueError(f"widths {record['widths']}")
-            if not (0.0 < tokens < math.inf and 0.0 < rounds < math.inf):
+            if not 0.0 < rounds <= 1.01 * tokens <= 1.03 * (self.cap + 1) * rounds < math.inf:
                 raise ValueError(f"{tokens} tokens of {rounds} rounds")
             if str(band_of(knot.context_length)) != band:
                 raise ValueError(f"band {band} of {knot.context_length} tokens")
             knots.append(knot)
-        self._kept = dict(bands)
+            kept[band] = {**knot.to_record(), "tokens": tokens, "widths": widths.tolist()}
+        self._kept = kept
         self.cost.add_knots(knots)
-        self._tokens = 0.0
-        if self.cost.known:
-            self._probes = 0
+        self._restart()
 
     def _start(self, expected: list[float], prices: list[float], context_length: int) -> None:
         """The first λ: the nearest band's, or else the first round's own best ratio."""
@@ -190,10 +202,12 @@ class Renewal(Rule):
             for width, rounds in enumerate(band["widths"]):
                 self._rounds[self.cost.program_of[width]] += rounds
             return
-        offers = self._offers[len(expected) - 1]
-        program = max(range(len(offers)), key=lambda g: expected[offers[g]] / prices[g])
-        self._tokens = FIRST_ROUNDS * expected[offers[program]]
-        self._rounds[program] = FIRST_ROUNDS
+        program_of = self.cost.program_of
+        width = max(
+            self._offers[len(expected) - 1], key=lambda w: expected[w] / prices[program_of[w]]
+        )
+        self._tokens = FIRST_ROUNDS * expected[width]
+        self._rounds[program_of[width]] = FIRST_ROUNDS
 
     def explain(self) -> dict[str, Any]:
         if self._why is None:
@@ -204,7 +218,7 @@ class Renewal(Rule):
             "width": width,
             "tokens_per_ms": rate,
             "prices_ms": [prices[program] for program in self.cost.program_of],
-            "expected_tokens": expected,
+            "expected_tokens": list(expected),
             "noise": self.cost.noise,
             "jumps": self.cost.jumps,
         }

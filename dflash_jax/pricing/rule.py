@@ -20,6 +20,8 @@ PriorRow = tuple[int, int, float]
 LEARN_ROUNDS = 4
 """Rounds observed at once where time allows: alone, most of what one costs is cold caches."""
 
+CONTEXT_MAX = 10**9  # tokens
+
 MS_RANGE = (1e-6, 1e9)  # a time outside is no round's: a broken clock, or other units
 
 
@@ -59,14 +61,19 @@ def checked_prior(prior: Sequence[PriorRow] | None, cap: int) -> list[PriorRow]:
             width, context_length, ms = int(row[0]), int(row[1]), float(row[2])
         except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise InputError(f"prior row {row!r}: give (width, context_length, ms)") from error
-        if width < 0 or context_length < 0 or not possible(ms):
+        if width < 0 or not is_context(context_length) or not possible(ms):
             raise InputError(
-                f"prior row {row!r}: give width ≥ 0, context_length ≥ 0 and ms from "
-                f"{MS_RANGE[0]:g} to {MS_RANGE[1]:g}"
+                f"prior row {row!r}: give width ≥ 0, context_length from 0 to {CONTEXT_MAX} and ms "
+                f"from {MS_RANGE[0]:g} to {MS_RANGE[1]:g}"
             )
         if width <= cap:
             rows.append((width, context_length, ms))
     return rows
+
+
+def is_context(length: float) -> bool:
+    """Whether a stream can have so many tokens before the anchor; False for NaN."""
+    return 0 <= length <= CONTEXT_MAX
 
 
 def possible(ms: float) -> bool:
@@ -76,12 +83,8 @@ def possible(ms: float) -> bool:
 
 def in_range(chances: Sequence[float] | np.ndarray) -> list[float]:
     """Chances kept inside [0, 1]; one that is no number is 0: it offers nothing."""
-    return [min(max(0.0, chance), 1.0) for chance in _plain(chances)]
-
-
-def _plain(values: Sequence[Any] | np.ndarray) -> Sequence[Any]:
-    """Python's own numbers: a loop over these is shorter than NumPy's calls."""
-    return values.tolist() if isinstance(values, np.ndarray) else values
+    plain = chances.tolist() if isinstance(chances, np.ndarray) else map(float, chances)
+    return [min(max(0.0, chance), 1.0) for chance in plain]
 
 
 def band_of(context_length: int) -> int:
@@ -106,13 +109,13 @@ class Rule(abc.ABC):
 
         chances: float array, the landing chance of each node in pop order, of which the first
         `cap` count; see `in_range` for those that are no chances. context_length: committed
-        tokens before the anchor. Raises `InputError` if it is negative.
+        tokens before the anchor. Raises `InputError` if it is no such count.
         """
-        if not context_length >= 0:
-            raise InputError(f"context_length={context_length}: give 0 tokens or more")
+        if not is_context(context_length):
+            raise InputError(f"context_length={context_length}: give 0 to {CONTEXT_MAX} tokens")
         self._chances = in_range(chances[: self.cap])
         n = len(self._chances)
-        width = self._choose(self._chances, context_length)
+        width = self._choose(self._chances, int(context_length))
         return min(max(width, self.limits.least), n)
 
     def observe(
@@ -135,13 +138,14 @@ class Rule(abc.ABC):
         the last call's. Raises `InputError` if these do not belong to one round.
         """
         offered = self._chances if chances is None else in_range(chances[: self.cap])
-        if not (0 <= width <= len(offered) and len(landed) == width and context_length >= 0):
+        fits = 0 <= width <= len(offered) and len(landed) == width
+        if not (fits and is_context(context_length)):
             raise InputError(
                 f"observe: width={width} of {len(offered)} chances, {len(landed)} landed, "
                 f"context_length={context_length}: give a round that `choose` priced"
             )
-        ms = round_ms if sample and possible(round_ms) else None
-        self._observe(width, context_length, ms, _plain(landed), offered[:width])
+        ms = float(round_ms) if sample and possible(round_ms) else None
+        self._observe(width, int(context_length), ms, list(map(bool, landed)), offered[:width])
 
     @property
     def learn_every(self) -> int:
@@ -183,7 +187,7 @@ class Rule(abc.ABC):
             raise InputError(f"calibration {calibration!r}: not what `keep` gives; drop the record")
         mine = {"clock": self.limits.clock, "rule": self.name.partition(":")[0], "cap": self.cap}
         for key, value in mine.items():
-            if calibration.get(key) != value:
+            if not (type(calibration.get(key)) is type(value) and calibration[key] == value):
                 raise InputError(
                     f"a calibration of {key} {calibration.get(key)!r} cannot seed a rule of {key} "
                     f"{value!r}: keep a record for each, or drop this one"

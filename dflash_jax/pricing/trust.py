@@ -58,6 +58,8 @@ class Trust:
         Only verified nodes count. That selects rounds by their chances, which a regression on
         the chances does not mind.
         """
+        if not len(chances):
+            return
         xx = xy = xv = 0.0
         for p, hit, place in zip(chances, landed, self._places, strict=False):
             error, var = hit - p, p * (1.0 - p)

@@ -279,8 +279,8 @@ def test_prices_that_are_known_are_not_probed():
     for t in range(100):
         width = rule.choose(np.cumprod(rng.uniform(0.6, 1.0, 15)), 1000)
         why = rule.explain()
-        believed = (why["expected_tokens"], why["prices_ms"], why["tokens_per_ms"])
-        assert width == best_width(*believed)
+        prices = rule._believed(why["prices_ms"])
+        assert width == best_width(why["expected_tokens"], prices, why["tokens_per_ms"])
         ms = (35.0 + 3.0 * width) * (1.0 + 0.03 * rng.standard_normal())
         rule.observe(width=width, context_length=1000, round_ms=ms, landed=np.arange(width) < t % 5)
 
