@@ -106,10 +106,61 @@ def test_a_round_that_was_never_priced_is_one_line_and_teaches_nothing(name, wro
     assert rule.keep() == before
 
 
-@pytest.mark.parametrize("context", [-1, float("nan")])
-def test_a_context_that_cannot_be_is_one_line(context):
+@pytest.mark.parametrize("context", [-1, float("nan"), float("inf"), 10**400])
+def test_a_context_that_cannot_be_is_one_line_and_changes_nothing(context):
+    rule = taught()
+    before = copy.deepcopy(rule).keep()
     with pytest.raises(InputError, match="context_length"):
-        make_rule().choose(np.full(5, 0.5), context)
+        rule.choose(np.full(5, 0.5), context)
+    seen = {"width": 1, "round_ms": 3.0, "landed": [True], "chances": [0.5]}
+    with pytest.raises(InputError, match="context_length"):
+        rule.observe(context_length=context, **seen)
+    assert rule.keep() == before
+    with pytest.raises(InputError, match="context_length"):
+        make_rule(prior=[(1, context if context == context else -1, 3.0)])
+
+
+def test_numbers_of_any_kind_become_pythons_own():
+    """NumPy's scalars in lists, contexts and times: what is kept is JSON, and floats of 64 bits."""
+    rule = make_rule()
+    for _ in range(5):
+        rule.choose([np.float32(0.5)] * 4, np.int64(300))
+        rule.observe(
+            width=3, context_length=np.int64(300), round_ms=np.float32(40.5), landed=[1, 0, np.nan]
+        )
+        json.dumps([rule.keep(), rule.explain()], allow_nan=False)
+    assert {type(number) for number in (*rule.cost.m, *rule.cost.cov[0], rule._tokens)} == {float}
+
+
+def test_what_is_handed_out_is_a_copy():
+    rule, landing = taught(), LandingModel()
+    rule.choose(np.full(5, 0.5), 600)
+    rule.explain()["expected_tokens"][0] = 99.0
+    assert rule.explain()["expected_tokens"][0] == 1.0
+    kept = landing.to_record()
+    before = copy.deepcopy(kept)
+    landing.observe(np.log([0.7]), [-1], [0], [True])
+    assert kept == before
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        [(0, 100, 0.01)] * 2 + [(w, 100, 1e4) for w in (5, 10, 15)],
+        [
+            (w, c, ms * (1 + 0.01 * w))
+            for c, ms in ((10**6, 1e-6), (10**6 + 1, 1e5))
+            for w in (0, 15)
+        ],
+    ],
+)
+def test_wild_timings_still_give_prices_above_zero(prior):
+    rule = make_rule(prior=prior)
+    for context in (100, 10**6):
+        assert 0 <= rule.choose(np.full(15, 0.5), context) <= 15
+        prices = rule.explain()["prices_ms"]
+        assert min(prices) > 0.0
+        assert prices == sorted(prices)
 
 
 def test_thousands_of_rounds_at_one_width_leave_the_others_priced():
@@ -221,6 +272,10 @@ def test_a_corrupt_record_is_refused_whole_or_harmless(name, data):
         {"widths": [0.0] * 16},
         {"tokens": -1.0},
         {"context_length": 40_000},  # not of this band
+        {"context_length": 10**400},
+        {"prices_ms": [1e-320] * 16},
+        {"tokens": 1e300},
+        {"tokens": 1e-9},
     ],
 )
 def test_a_band_that_no_rule_kept_is_refused(change):

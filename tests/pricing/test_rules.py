@@ -375,6 +375,67 @@ def test_rounds_wait_to_be_learned_only_while_prices_are_settled():
     assert rule.learn_every == LEARN_ROUNDS
 
 
+@pytest.mark.parametrize(
+    ("first", "factor"), [((200, 500), 3.0), ((200, 500), 10.0), ((100, 900), 0.2)]
+)
+def test_a_card_that_got_fast_again_is_believed(first, factor):
+    """A slow phase ends: the narrow widths' old prices must not hold up the others'."""
+    chances = 0.6 ** np.arange(1, 16)
+    expected = np.concatenate([[1.0], 1.0 + chances.cumsum()])
+    price = 5.0 + 2.0 * np.arange(16)
+    best = (expected / price).max()
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        rule = make_rule("renewal", prior=linear_prior(5.0, 2.0))
+        tokens = ms = 0.0
+        for t in range(900):
+            width = rule.choose(chances, 200)
+            landed = np.logical_and.accumulate(rng.random(width) < 0.6)
+            true = price[width] * (factor if first[0] <= t < first[1] else 1.0)
+            clock = true * np.exp(0.03 * rng.standard_normal())
+            rule.observe(width=width, context_length=200, round_ms=clock, landed=landed)
+            if t >= 700:
+                tokens, ms = tokens + expected[width], ms + true
+        scale = factor if first[1] == 900 else 1.0
+        assert tokens / ms * scale > 0.95 * best
+
+
+def test_a_width_that_must_be_reached_is_the_widest_of_its_program():
+    prior = [(w, c, 5.0 if w == 0 else 9.0 if w <= 7 else 14.0) for w in range(16) for c in (9, 99)]
+    rule = make_rule("renewal", prior=prior, least=1)
+    assert rule.choose(np.full(15, 0.05), 9) == 7
+    assert rule.explain()["width"] == 7
+
+
+def test_programs_are_found_in_any_order_of_the_timings():
+    rows = [(w, c, (5.0 if w == 0 else 6.0) + c) for c in (100, 3000) for w in range(16)]
+    mixed = [row for row in rows if row[0] % 2] + [row for row in reversed(rows) if not row[0] % 2]
+    for prior in (rows, mixed, [*rows, rows[3]]):
+        assert make_rule("renewal", prior=prior).cost.programs == [0, 15]
+
+
+@pytest.mark.parametrize("name", ["ratio", "tiers"])
+def test_the_published_rules_learn_each_round(name):
+    assert make_rule(name).learn_every == 1
+
+
+def test_the_threads_rule_asks_for_each_probe_once_and_has_its_trials():
+    """Rounds are observed one late, as in the engine."""
+    rule = make_rule("ratio")
+    chances = np.cumprod(np.full(15, 0.9))
+    widths, trials = [], 0
+    for t in range(200):
+        widths.append(rule.choose(chances, 200))
+        trials += rule._round % 8 == 7
+        if t:
+            seen = widths[-2]
+            rule.observe(
+                width=seen, context_length=200, round_ms=5.0 + seen, landed=np.ones(seen, bool)
+            )
+    assert widths[:5] == [1, 5, 9, 13, 15]
+    assert trials > 20
+
+
 def test_pricing_and_replay_import_no_jax():
     code = (
         "import sys, dflash_jax.pricing, dflash_jax.bench.replay_grid; print('jax' in sys.modules)"
