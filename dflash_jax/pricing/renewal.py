@@ -28,8 +28,8 @@ SURE_MOST = 0.03  # but never more than so much of it: ignorance is no reason to
 JUMP_MEMORY = 0.05  # how much of λ's memory a jump of the prices leaves
 SETTLED = 24  # rounds after a jump that are learned from one by one
 PROBES = 4  # most rounds spent on timing other widths when prices are unknown or have jumped,
-UNKNOWN = 0.2  # doubt of a price, relative, that earns one more probe
-PROBE_EVERY = 100  # rounds
+PROBE_EVERY = 100  # and rounds between two later ones,
+UNKNOWN = 0.2  # while a price is in doubt by so much of it;
 PROBE_STDS = 2.0  # each only if a price lower by so many stds would make it the better width
 
 
