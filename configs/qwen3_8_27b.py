@@ -10,7 +10,7 @@ and states at this context), 40 GB in int8. Whatever does not fit is refused bef
     python scripts/bench_target.py --config=configs/qwen3_8_27b.py --record=docs/receipts/target
 
 needs no folders: random weights of `sizes`, drawn on the device. Expected on an H200: equal hashes
-at every width; rounds of 25 to 28 ms at 34 tokens, 35 to 38 at 28,946 (docs/receipts/target.md).
+at every width; rounds of 24 to 28 ms at 34 tokens, 34 to 39 at 28,946 (docs/receipts/target.md).
 """
 
 import ml_collections

@@ -4,7 +4,8 @@ r"""Replays width rules over synthetic or recorded traces, against the best fixe
     python scripts/replay.py --config=configs/replay/thread.py --traces=rounds.jsonl --out=runs/mine
 
 Writes OUT.jsonl (a line a cell), OUT.md and OUT.png. Cells that OUT.jsonl already has are not run
-again, so an interrupted run goes on where it stopped; --fresh starts over.
+again, so an interrupted run goes on where it stopped; --fresh starts over. The picture needs
+`pip install -e '.[train]'`.
 """
 
 from __future__ import annotations

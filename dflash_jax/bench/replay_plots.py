@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
+
+if importlib.util.find_spec("matplotlib") is None:  # a line instead of a traceback
+    sys.exit("error: matplotlib not installed: pip install -e '.[train]'")
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 

@@ -284,3 +284,13 @@ def test_a_verdict_names_the_cells_that_miss():
     assert (steady.cells, len(steady.unmet)) == (2, 1)
     assert steady.unmet[0].startswith("bad")
     assert not never_below([0.997, 0.99, 1.1])
+
+
+def test_without_matplotlib_it_says_what_to_install():
+    code = "import runpy, sys; sys.modules['matplotlib'] = None; "
+    code += "runpy.run_path('scripts/replay.py', run_name='__main__')"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr == "error: matplotlib not installed: pip install -e '.[train]'\n"
