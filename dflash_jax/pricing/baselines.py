@@ -49,8 +49,7 @@ class Ratio(Rule):
         self._ms: dict[int, float] = {}
         self._timed_at: dict[int, int] = {}
         self._round = 0
-        self._choices = 0
-        self._asked: dict[int, int] = {}  # of a probe, the last choice that was it
+        self._asked = 0  # the probe that the last choice was; 0 for none
         self._context = 0
         self._kept: dict[int, dict[int, float]] = {}
         self._loaded = False
@@ -62,12 +61,11 @@ class Ratio(Rule):
         n = len(chances)
         self._context = context_length
         self._load_band(context_length)
-        self._choices += 1
-        for probe in self._probes:
-            # A round is observed while the next one runs: the one just asked for is not missing.
-            if probe <= n and probe not in self._ms and self._asked.get(probe) != self._choices - 1:
-                self._asked[probe] = self._choices
-                return probe
+        # A round is observed while the next one runs: the probe just asked for is not missing.
+        missing = (p for p in self._probes if p <= n and p not in self._ms and p != self._asked)
+        self._asked = next(missing, 0)
+        if self._asked:
+            return self._asked
         table = self._ms or self._start or {n: 1.0}
         widths = sorted(table)
         prices = np.interp(np.arange(n + 1), widths, [table[w] for w in widths])

@@ -181,7 +181,7 @@ class Renewal(Rule):
             tokens, rounds = float(record["tokens"]), float(widths.sum())
             if widths.shape != knot.curve.shape or not widths.min() >= 0.0:
                 raise ValueError(f"widths {record['widths']}")
-            if not 0.0 < rounds <= 1.01 * tokens <= 1.03 * (self.cap + 1) * rounds < math.inf:
+            if not 0.0 < 0.99 * rounds < tokens < 1.01 * (self.cap + 1) * rounds < math.inf:
                 raise ValueError(f"{tokens} tokens of {rounds} rounds")
             if str(band_of(knot.context_length)) != band:
                 raise ValueError(f"band {band} of {knot.context_length} tokens")
