@@ -47,6 +47,8 @@ PLAIN_ROUNDS = 4
 
 
 def numbers(flag: flags.FlagHolder, least: int, most: int) -> list[int]:
+    if not flag.value:
+        raise InputError(f"--{flag.name}: give at least one number")
     for text in flag.value:
         if not text.isdecimal() or not least <= int(text) <= most:
             raise InputError(f"--{flag.name}={text}: give numbers from {least} to {most}")
@@ -99,6 +101,13 @@ def run(found: platform.Platform) -> int:
     config = _CONFIG.value
     if SIZES not in config:
         raise InputError(f"--config: it has no `{SIZES}`, which say what to make up")
+    if not 0.0 <= _TEMPERATURE.value < float("inf"):
+        raise InputError(f"--temperature={_TEMPERATURE.value}: give 0 (greedy) or more")
+    if not 0.0 <= _LANDING.value <= 1.0:
+        raise InputError(f"--landing={_LANDING.value}: give 0 to 1")
+    memory_gb = _MEMORY_GB.value
+    if memory_gb is not None and not 0.0 < memory_gb < 1e6:
+        raise InputError(f"--memory_gb={memory_gb}: give the device's free gigabytes")
     int8 = config.weights == "int8"
     target = made_up.target_config(config.sizes.target, "float32" if int8 else config.weights)
     drafting = made_up.drafter_config(config.sizes.drafter, target)
@@ -106,7 +115,7 @@ def run(found: platform.Platform) -> int:
     most = config.context_limit - at_size.room(0, _ROUNDS.value)
     sizes = numbers(_CONTEXTS, 1, most)
     weights = config.weights
-    free = int(_MEMORY_GB.value * 1e9) if _MEMORY_GB.value else device_memory.free_bytes()
+    free = device_memory.free_bytes() if memory_gb is None else int(memory_gb * 1e9)
     device_memory.require_fit(target, drafting, weights, config.context_limit, free)
     findings = Findings(_RECORD.value)
 

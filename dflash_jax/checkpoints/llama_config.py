@@ -26,6 +26,14 @@ ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}
 GGUF_ARCHITECTURES = {"llama": False, "qwen3": True}
 
 
+def boolean(config: Mapping[str, Any], name: str, label: str) -> bool:
+    """A flag of config.json; false where it is missing or null. Raises InputError for another."""
+    value = config.get(name)
+    if value not in (None, True, False):
+        raise InputError(f"{label}: {name} must be true or false, not {value!r}")
+    return bool(value)
+
+
 def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) -> LlamaConfig:
     """Reads config.json, already parsed; `label` names it in messages."""
     architectures = config.get("architectures") or []
@@ -63,9 +71,9 @@ def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) ->
         rms_norm_eps=need("rms_norm_eps"),
         rope_theta=float(rope["rope_theta"]),
         max_position_embeddings=need("max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        tie_word_embeddings=boolean(config, "tie_word_embeddings", label),
+        attention_bias=boolean(config, "attention_bias", label),
+        mlp_bias=boolean(config, "mlp_bias", label),
         rope_scaling=_rope_scaling(rope, label),
         qk_norm=qk_norm,
         dtype=dtype,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.checkpoints.llama_config import boolean
 from dflash_jax.errors import InputError
 from dflash_jax.models.qwen3_5 import FULL, LINEAR, Qwen35Config
 
@@ -70,14 +71,14 @@ def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) ->
 
     theta, partial = _rope(text, label)
     # Publishers repeat the flag at the root; transformers obeys that one.
-    tied = config.get("tie_word_embeddings")
+    tied = text if config.get("tie_word_embeddings") is None else config
     return Qwen35Config(
         **{ours: need(theirs) for ours, theirs in _SIZES.items()},
         layer_types=_layer_types(text, need("num_hidden_layers"), label),
         rope_theta=theta,
         partial_rotary_factor=partial,
-        tie_word_embeddings=bool(text.get("tie_word_embeddings") if tied is None else tied),
-        attention_bias=bool(text.get("attention_bias", False)),
+        tie_word_embeddings=boolean(tied, "tie_word_embeddings", label),
+        attention_bias=boolean(text, "attention_bias", label),
         dtype=dtype,
     )
 

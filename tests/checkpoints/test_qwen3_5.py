@@ -271,6 +271,7 @@ def test_loading_streams(tmp_path):
         ({"architectures": ["Qwen3NextForCausalLM"]}, "is none of"),
         ({"architectures": None}, "is none of"),
         ({"text_config": [1]}, "text_config is not an object"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
         ({"text_config": TEXT_CONFIG | {"attn_output_gate": False}}, "attn_output_gate False"),
         ({"text_config": TEXT_CONFIG | {"output_gate_type": "sigmoid"}}, "output_gate_type"),
         ({"text_config": TEXT_CONFIG | {"hidden_act": "gelu"}}, "hidden_act"),

@@ -222,6 +222,11 @@ def test_bench_target_on_a_tiny_run(tmp_path):
     [
         (["--memory_gb=45"], "--config.weights=int8 ("),
         (["--memory_gb=24"], "is the least"),
+        (["--memory_gb=0"], "--memory_gb=0"),
+        (["--memory_gb=nan"], "--memory_gb=nan"),
+        (["--temperature=nan"], "--temperature=nan"),
+        (["--landing=nan"], "--landing=nan"),
+        (["--contexts="], "--contexts"),
         (["--contexts=40000"], "--contexts=40000"),
         (["--widths=16"], "--widths=16"),
         (["--config.sizes.target.num_heads=7"], "multiple"),
