@@ -106,7 +106,8 @@ step() { # NAME COMMAND…
 run_pytest() { # VENV ARGUMENTS…
   local venv=$1 status
   shift
-  JAX_PLATFORMS=cpu "$venv/bin/python" -m pytest "$@"
+  # Hypothesis draws the same examples in every run; a plain `pytest` draws new ones.
+  JAX_PLATFORMS=cpu "$venv/bin/python" -m pytest --hypothesis-profile=ci "$@"
   status=$?
   # 5: no test collected. With arguments a selection may be empty in one environment.
   [ "$status" = 5 ] && [ "$#" -gt 0 ] && return 0

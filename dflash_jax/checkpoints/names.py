@@ -106,7 +106,9 @@ def load_parameters(
     flat = {}
     for path, entries in itertools.groupby(table, key=lambda entry: entry.path):
         tensors = [_read(source, entry) for entry in entries]
-        flat[path] = store(path, tensors[0] if len(tensors) == 1 else np.concatenate(tensors))
+        whole = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+        # Copies to a device are asynchronous: on a busy machine they would pile up.
+        flat[path] = jax.block_until_ready(store(path, whole))
     return nest(flat)
 
 

@@ -389,7 +389,8 @@ class CostModel:
         cov = (np.array(self.cov) / np.outer(self.m, self.m))[
             np.ix_(self.program_of, self.program_of)
         ]
-        return Knot(self.at, self.prices(self.at), cov, self.noise, KEPT_DOUBT)
+        curve = np.clip(self.prices(self.at), *PRICE_RANGE)  # a slope may lead far beyond
+        return Knot(self.at, curve, cov, self.noise, KEPT_DOUBT)
 
     def add_knots(self, knots: Sequence[Knot]) -> None:
         """Takes knots from a record: they replace the warm-up's in their bands. Starts afresh."""

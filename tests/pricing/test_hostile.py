@@ -189,6 +189,14 @@ def test_thousands_of_rounds_at_one_width_leave_the_others_priced():
     assert rule.cost.prices(600)[12] == pytest.approx(90.0, rel=0.03)
 
 
+def test_a_slope_that_leads_beyond_any_price_still_keeps_a_record_that_seeds():
+    """Found by hypothesis in CI: timings of 1 ms and 1e9 ms a token apart."""
+    rule = make_rule("renewal", prior=[(0, 0, 1.0), (0, 1, 1e9)])
+    width = rule.choose(np.full(5, 0.5), 10**7)
+    rule.observe(width=width, context_length=10**7, round_ms=1e9, landed=np.zeros(width, bool))
+    make_rule("renewal").seed(json.loads(json.dumps(rule.keep())))
+
+
 def test_a_context_that_falls_takes_its_own_band():
     """A shorter request follows a longer one under the same rule."""
     rule = taught(context=60_000, price=lambda w: 60.0 + 9.0 * w)
