@@ -20,16 +20,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from absl import app, flags
-from ml_collections import config_flags
+from absl import flags
 
-from dflash_jax import __version__, caches, platform, plugins
-from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax import __version__, caches, entry, platform, plugins
+from dflash_jax.errors import InputError
 
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "The backend to examine.")
 _CACHE_DIR = flags.DEFINE_string("cache_dir", None, "Where compiled programs are kept.")
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Models to try, such as configs/smollm2.py; a tiny random one without."
+_CONFIG = entry.config_flag(
+    None, "Models to try, such as configs/smollm2.py; a tiny random one without."
 )
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of lines.")
 
@@ -207,9 +206,7 @@ def _first_line(error: BaseException) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the findings; exit status 1 when one of them has failed."""
-    with one_line_errors():
-        if len(argv) > 1:
-            raise InputError(f"unexpected argument {argv[1]!r}; see --help")
+    del argv
     findings = []
     for finding in examine(_PLATFORM.value, _CACHE_DIR.value, _CONFIG.value):
         findings.append(finding)
@@ -225,4 +222,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -22,20 +23,36 @@ def one_line_errors() -> Iterator[None]:
 
     Ctrl-C ends the process at once with status 130: threads that compile cannot be interrupted,
     and waiting for them would take half a minute. A reader of the output that has gone (`| head`)
-    ends it with status 141, as the shell's own tools do, and without a word.
+    ends it with status 141, as the shell's own tools do, and without a word; a full disk is
+    a line too.
     """
     try:
-        yield
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # What is still buffered must not fail once more when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        try:
+            yield
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        sys.stdout.flush()
         os._exit(130)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        _give_up_stdout()
+        sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _give_up_stdout()
+        where = error.filename or "standard output or a file"
+        print(f"error: {where}: {error.strerror}: free some space", file=sys.stderr)
         sys.exit(2)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _give_up_stdout() -> None:
+    """What is still buffered must not fail once more when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -22,7 +22,6 @@ import numpy as np
 import rich.console
 import rich.progress
 from absl import flags
-from ml_collections import config_flags
 
 from dflash_jax import entry, platform
 from dflash_jax.bench import contexts
@@ -32,7 +31,7 @@ from dflash_jax.engine import LoneDriver, Request, Stream, token_sha256
 from dflash_jax.engine.loading import ModelConfig, load_models, prepare_models
 from dflash_jax.errors import InputError
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
+_CONFIG = entry.config_flag("configs/smollm2.py", "Models and context.")
 _TEXTS = flags.DEFINE_string("texts", "configs/prompts/heldout.jsonl", "Lines with `prompt`.")
 _CONTEXTS = flags.DEFINE_list(
     "contexts", ["34", "250", "1000", "2000", "4000", "7500"], "Prompt lengths."
@@ -40,7 +39,7 @@ _CONTEXTS = flags.DEFINE_list(
 _PROMPTS = flags.DEFINE_integer("prompts", 4, "Prompts of each length.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 2, "Times each reply is decoded.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "New tokens a reply.", lower_bound=2)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0)
 _RULE = flags.DEFINE_string("rule", "renewal", "The rule under test.")
 _RECORD = flags.DEFINE_string("record", None, "Writes RECORD.jsonl and RECORD.md.")
 _PLATFORM = flags.DEFINE_enum("platform", "auto", platform.PLATFORMS, "Where to run.")

@@ -26,7 +26,6 @@ import rich.console
 import rich.progress
 import rich.table
 from absl import flags
-from ml_collections import config_flags
 
 from dflash_jax import entry, platform
 from dflash_jax.bench.records import Lines, decode, reply_record
@@ -40,7 +39,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.pricing import make_rule
 from dflash_jax.tree.growth import CAP
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
+_CONFIG = entry.config_flag("configs/smollm2.py", "Models and context.")
 _PROMPTS = flags.DEFINE_string("prompt_file", "configs/prompts/bench.jsonl", "JSON lines.")
 _COUNT = flags.DEFINE_integer(
     "count", 0, "Prompts to use, from the first; 0 is all.", lower_bound=0

@@ -33,7 +33,6 @@ import numpy as np
 import rich.console
 import rich.progress
 from absl import flags
-from ml_collections import config_flags
 
 from dflash_jax import entry, platform
 from dflash_jax.bench import serve_client
@@ -49,11 +48,11 @@ from dflash_jax.serve.logs import request_log
 from dflash_jax.serve.server import Server, bind
 from dflash_jax.serve.service import Options, ServedModel, Service
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
+_CONFIG = entry.config_flag("configs/smollm2.py", "Models and context.")
 _PROMPTS = flags.DEFINE_string("prompt_file", "configs/prompts/bench.jsonl", "JSON lines.")
-_COUNT = flags.DEFINE_integer("count", 0, "Prompts to use, from the first; 0 is all.")
+_COUNT = flags.DEFINE_integer("count", 0, "Prompts to use; 0 is all.", lower_bound=0)
 _RULES = flags.DEFINE_list("rules", ["fixed:7", "renewal"], "Each is measured; all widths compile.")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most new tokens a reply.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Most new tokens a reply.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Pairs of each prompt.", lower_bound=1)
 _CLIENTS = flags.DEFINE_integer("clients", 200, "At once.", lower_bound=1)
 _CLIENT_TOKENS = flags.DEFINE_integer("client_tokens", 8, "Most new tokens of each.", lower_bound=1)

@@ -20,11 +20,11 @@ import tempfile
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import flags
 
+from dflash_jax import entry
 from dflash_jax.bench import llama_cpp_parity as parity
 from dflash_jax.checkpoints import Target, embedded_path, load_target
-from dflash_jax.errors import one_line_errors
 
 _TARGET = flags.DEFINE_string("target", "embedded", "A .gguf file, or 'embedded'.")
 _RECORD = flags.DEFINE_string("record", None, "JSON-lines file to write.")
@@ -46,10 +46,8 @@ PROMPTS = (
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    with one_line_errors():
-        run()
+    del argv
+    run()
 
 
 def run() -> None:
@@ -111,4 +109,4 @@ def _margins(row: dict[str, Any]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

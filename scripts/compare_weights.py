@@ -35,7 +35,7 @@ _TEXTS = flags.DEFINE_string("texts", "configs/prompts/heldout.jsonl", "Lines wi
 _COUNT = flags.DEFINE_integer("count", 20, "Chats.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", parity.ROWS, "Tokens of each.", 32, parity.ROWS)
 _THREADS = flags.DEFINE_integer("threads", 2, "Threads of llama.cpp.", 1)
-_RATE_PROMPTS = flags.DEFINE_integer("rate_prompts", 8, "Prompts decoded; 0 measures no speed.")
+_RATE_PROMPTS = flags.DEFINE_integer("rate_prompts", 8, "Prompts decoded; 0: no speed.", 0)
 _RECORD = flags.DEFINE_string("record", None, "Writes RECORD.jsonl and RECORD.md.")
 
 _RATE_WIDTHS = (0, 7)

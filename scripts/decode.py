@@ -15,7 +15,6 @@ from typing import Any
 import rich.console
 import rich.progress
 from absl import flags
-from ml_collections import config_flags
 
 from dflash_jax import entry, platform
 from dflash_jax.bench.records import Lines, decode, reply_record, round_record
@@ -29,7 +28,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.pricing import make_rule
 from dflash_jax.tree.growth import CAP
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
+_CONFIG = entry.config_flag("configs/smollm2.py", "Models and context.")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt.")
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file", None, "JSON lines, each with `prompt`, `messages` or `tokens`."

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
 from jax.sharding import Mesh
-from ml_collections import config_flags
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +39,7 @@ from dflash_jax.train.shards import write_problem
 from dflash_jax.train.step import Models
 from dflash_jax.tree.growth import CAP
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "the recipe", lock_config=True)
+_CONFIG = entry.config_flag(None, "the recipe")
 _DRAFTERS = flags.DEFINE_list("drafter", None, "folders of drafters", required=True)
 _OUT = flags.DEFINE_string("out", None, "folder of the results", required=True)
 _PROMPTS = flags.DEFINE_list("prompts", ["configs/prompts/heldout.jsonl"], "prompt files")

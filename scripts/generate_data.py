@@ -9,7 +9,6 @@ other prompts with --prompts=a.jsonl,b.jsonl (see dflash_jax/train/prompts.py fo
 from __future__ import annotations
 
 from absl import flags, logging
-from ml_collections import config_flags
 from rich.console import Console
 
 from dflash_jax import entry, platform
@@ -18,7 +17,7 @@ from dflash_jax.train.devices import check_batch, data_mesh
 from dflash_jax.train.generate import Generator, generate
 from dflash_jax.train.prompts import read_prompts
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "the recipe", lock_config=True)
+_CONFIG = entry.config_flag(None, "the recipe")
 _OUT = flags.DEFINE_string("out", None, "folder of the shards", required=True)
 _PROMPTS = flags.DEFINE_list("prompts", None, "prompt files beside those of the recipe")
 _DEVICES = flags.DEFINE_integer("devices", 0, "devices to use; 0 is all", lower_bound=0)

@@ -37,7 +37,9 @@ _CLIENTS = flags.DEFINE_integer("clients", 8, "At once.", lower_bound=1)
 _CASES = flags.DEFINE_integer("cases", 40, "Different requests.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 40, "Most new tokens of a case.", lower_bound=1)
 _PROMPTS = flags.DEFINE_string("prompt_file", "configs/prompts/bench.jsonl", "With `prompt`s.")
-_PROMPT_CHARACTERS = flags.DEFINE_integer("prompt_characters", 400, "Of a text; the rest is cut.")
+_PROMPT_CHARACTERS = flags.DEFINE_integer(
+    "prompt_characters", 400, "Of a text; the rest is cut.", 1
+)
 _SERVE = flags.DEFINE_string(
     "serve", "--config=configs/smollm2.py --prompt_cache_mib=128", "The server's flags."
 )

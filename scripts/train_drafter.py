@@ -15,7 +15,6 @@ import pathlib
 
 import numpy as np
 from absl import flags, logging
-from ml_collections import config_flags
 from rich.console import Console
 
 from dflash_jax import entry, platform
@@ -28,7 +27,7 @@ from dflash_jax.train.plots import plot_progress
 from dflash_jax.train.shards import read_corpus, write_problem
 from dflash_jax.train.step import Metrics, Models, count_parameters
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "the recipe", lock_config=True)
+_CONFIG = entry.config_flag(None, "the recipe")
 _DATA = flags.DEFINE_string("data", None, "folder of shards", required=True)
 _OUT = flags.DEFINE_string("out", None, "folder of checkpoints and the drafter", required=True)
 _DEVICES = flags.DEFINE_integer("devices", 0, "devices to use; 0 is all", lower_bound=0)

@@ -13,6 +13,14 @@ from dflash_jax.bench.records import Lines
 from dflash_jax.errors import InputError
 
 _PRINTS = "from dflash_jax import entry; entry.run(lambda argv: print(*(['\\u2028é'] * {count})))"
+_CONFIG = """
+from absl import flags
+from dflash_jax import entry
+
+config = entry.config_flag("configs/qwen3_8_27b.py", "Help.")
+flags.DEFINE_float("share", 0.0, "Help.", lower_bound=0)
+entry.run(lambda argv: print(config.value.sizes.drafter.target_layer_ids))
+"""
 
 
 def popen(count: int, **environment: str) -> subprocess.Popen[str]:
@@ -39,6 +47,63 @@ def test_a_terminal_without_the_character():
     with popen(1, PYTHONIOENCODING="ascii") as process:
         said, complaint = process.communicate()
     assert (process.returncode, said, complaint) == (0, "\\u2028\\xe9\n", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("count", [1, 100_000])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_standard_output_on_a_full_disk(count, unbuffered):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", _PRINTS.format(count=count)]
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    said = "error: standard output or a file: No space left on device: free some space\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def with_config(*argv: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", _CONFIG, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+QWEN = "--config=configs/qwen3_8_27b.py"
+NO_FIELD = "configs/qwen3_8_27b.py has no such field"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config.sizes.target.nope=1"], f"--config.sizes.target.nope: {NO_FIELD}"),
+        (["--config.context_limit.x", "1"], f"--config.context_limit.x: {NO_FIELD}"),
+        (["--config.=1"], f"--config.: {NO_FIELD}"),
+        ([QWEN, "--config.weights=int8", "--config.nope.x=1"], f"--config.nope.x: {NO_FIELD}"),
+        (["--config", "configs/smollm2.py", "--config.sizes.x=1"], "configs/smollm2.py has no"),
+        (["--config.context_limit=1.5"], "--config.context_limit=1.5"),
+        (["--config=README.md", "--config.x=1"], "SyntaxError in it"),
+        (["--config=nope.py", "--config.x=1"], "nope.py"),
+        (["--config.sizes.target.num_heads=3", "--config.sizes={}"], "--config.sizes is provided"),
+        (["--config.sizes.target.rope_theta=nan"], "rope_theta=nan: give a finite number"),
+        (["--share=nan"], "--share=nan: give a finite number"),
+        (["--share=inf"], "--share=inf: give a finite number"),
+        (["--share=-1"], "--share=-1"),
+        (["--config.sizes.drafter.target_layer_ids=(0,3)"] * 2, "is given more than once"),
+    ],
+)
+def test_a_bad_config_flag_is_one_line(argv, message):
+    status, out, err = with_config(*argv)
+    (line,) = err.splitlines()
+    assert (status, out) == (2, "")
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_a_tuple_flag_replaces():
+    flag = "--config.sizes.drafter.target_layer_ids"
+    for argv in ([f"{flag}=(0,3)"], [flag, "(0,3)"], [QWEN, f"{flag}=0,3"]):
+        assert with_config(*argv) == (0, "(0, 3)\n", "")
 
 
 def test_lines_go_to_a_device_too():

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import rich.console
 import rich.progress
 from absl import flags
-from ml_collections import config_flags
 
 from dflash_jax import entry, platform
 from dflash_jax.engine import LoneDriver
@@ -26,7 +25,7 @@ from dflash_jax.tree.growth import CAP
 if TYPE_CHECKING:  # the packages it needs may be missing, which `main` says in a line
     from dflash_jax.serve.service import Progress, ServedModel
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/smollm2.py", "Models and context.")
+_CONFIG = entry.config_flag("configs/smollm2.py", "Models and context.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Where to listen; 0.0.0.0 is everywhere.")
 _PORT = flags.DEFINE_integer("port", 8000, "0 takes a free one.", lower_bound=0, upper_bound=65535)
 _MODEL_NAME = flags.DEFINE_string("model_name", None, "As clients call it; the checkpoint's name.")

@@ -91,7 +91,7 @@ def test_a_platform_that_is_not_there_fails(cache: str) -> None:
 def test_bad_input_gets_one_line(cache: str, tmp_path: Path) -> None:
     result = doctor("extra", cache)
     assert result.returncode == 2
-    assert result.stderr == "error: unexpected argument 'extra'; see --help\n"
+    assert result.stderr == "error: unexpected argument 'extra': flags start with --\n"
     tmp_path.chmod(0o777)
     result = doctor("--platform=cpu", cache)
     assert result.returncode == 1
