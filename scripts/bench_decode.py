@@ -37,6 +37,7 @@ from dflash_jax.engine.loading import ModelConfig, Models, load_models, prepare_
 from dflash_jax.engine.prompts import read_prompt_file, require_fit
 from dflash_jax.errors import InputError
 from dflash_jax.pricing import make_rule
+from dflash_jax.program_progress import program_progress
 from dflash_jax.tree.growth import CAP
 
 _CONFIG = entry.config_flag("configs/smollm2.py", "Models and context.")
@@ -256,15 +257,12 @@ def run(found: platform.Platform) -> int:
     kept = kept_replies(made_with)
     path = f"{_RECORD.value}.jsonl" if _RECORD.value else None
     lines = Lines(path, "record", keep=bool(kept))
-    console.print("compiling: minutes the first time, seconds from the cache later")
-    bar = rich.progress.Progress(console=console, transient=True)
-    with found.warmup_lock(), bar:
-        task = bar.add_task("compiling", total=None)
+    with found.warmup_lock(), program_progress(console) as progress:
         decoder = prepare_models(
             models,
             config.context_limit,
             say=console.print,
-            progress=lambda name, done, total: bar.update(task, completed=done, total=total),
+            progress=progress,
         )
     ready_s = time.perf_counter() - begin
     drivers = {rule: LoneDriver(decoder, rule=rule, landing=models.landing()) for rule in wanted}

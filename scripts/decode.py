@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import rich.console
-import rich.progress
 from absl import flags
 
 from dflash_jax import entry, platform
@@ -26,6 +25,7 @@ from dflash_jax.engine.loading import ModelConfig, load_models, prepare_models
 from dflash_jax.engine.prompts import encode_prompt, read_prompt_file, require_fit
 from dflash_jax.errors import InputError
 from dflash_jax.pricing import make_rule
+from dflash_jax.program_progress import program_progress
 from dflash_jax.tree.growth import CAP
 
 _CONFIG = entry.config_flag("configs/smollm2.py", "Models and context.")
@@ -116,17 +116,14 @@ def run(options: Options, found: platform.Platform) -> None:
     ]
     if models.drafter is None and options.rule != "fixed:0":
         raise InputError("the config names no drafter: give one, or --width=0")
-    say("compiling: minutes the first time, seconds from the cache later")
-    bar = rich.progress.Progress(console=console, transient=True)
-    with found.warmup_lock(), bar:
-        task = bar.add_task("compiling", total=None)
+    with found.warmup_lock(), program_progress(console) as progress:
         decoder = prepare_models(
             models,
             config.context_limit,
             widths=options.widths,
             time_widths=not options.rule.startswith("fixed"),
             say=say,
-            progress=lambda name, done, total: bar.update(task, completed=done, total=total),
+            progress=progress,
         )
     driver = LoneDriver(
         decoder,

@@ -13,6 +13,10 @@ import jax
 from dflash_jax.decode import saved_executables
 from dflash_jax.decode.programs import Program, Programs
 
+# (programs that are ready, of how many, how many of all are compiled: the rest was kept on disk).
+# Called before the first program too.
+Progress = Callable[[int, int, int], None]
+
 # Compilation leaves the interpreter's lock; two at once keep a small machine's cores busy.
 _COMPILERS = 2
 
@@ -29,7 +33,7 @@ class Executables(NamedTuple):
 def compile_programs(
     programs: Programs,
     widths: tuple[int, ...],
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: Progress = lambda done, total, anew: None,
     options: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Executables:
@@ -38,7 +42,7 @@ def compile_programs(
     Args:
       programs: all of them.
       widths: the widths that will be verified.
-      progress: called with a program's name, and how many of how many are compiled.
+      progress: see `Progress`.
       options: XLA's, by name.
       say: gets a warning about a kept program that is damaged or cannot be kept.
     """
@@ -55,22 +59,26 @@ def compile_programs(
 
 def compile_all(
     wanted: Sequence[Program],
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: Progress = lambda done, total, anew: None,
     options: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Executables by name, compiled or loaded; the arguments are `compile_programs`'."""
     compiled: dict[str, Any] = {}
 
+    def describe(program: Program) -> str:
+        return repr((program.name, program.spec, sorted((options or {}).items())))
+
     def compile_one(program: Program) -> tuple[str, Any]:
-        description = repr((program.name, program.spec, sorted((options or {}).items())))
         executable, warning = saved_executables.load_or_compile(
-            description, program.inputs, lambda: program.compile(options)
+            describe(program), program.inputs, lambda: program.compile(options)
         )
         if warning:
             say(f"warning: {program.name}: {warning}")
         return program.name, executable
 
+    kept = sum(saved_executables.is_kept(describe(each), each.inputs) for each in wanted)
+    progress(0, len(wanted), len(wanted) - kept)
     pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
     try:
         with saved_executables.kept_here_alone():
@@ -79,7 +87,7 @@ def compile_all(
                 name, executable = job.result()
                 compiled[name] = executable
                 _return_freed_memory()
-                progress(name, len(compiled), len(wanted))
+                progress(len(compiled), len(wanted), len(wanted) - kept)
     finally:
         # Without waiting: after an error or Ctrl-C a running compilation is of no use.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -50,6 +50,12 @@ def load_or_compile(
     return _compiled_and_saved(path, compile_it, "")
 
 
+def is_kept(description: str, inputs: tuple[Any, ...]) -> bool:
+    """Whether `load_or_compile` finds it on disk."""
+    path = _path(description, inputs)
+    return path is not None and path.exists()
+
+
 @contextlib.contextmanager
 def kept_here_alone() -> Iterator[None]:
     """Keeps JAX's own cache from writing what is compiled inside.

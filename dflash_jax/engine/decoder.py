@@ -16,7 +16,7 @@ from dflash_jax.checkpoints.drafter import Drafter
 from dflash_jax.decode import selfcheck
 from dflash_jax.decode.attention import Cache
 from dflash_jax.decode.chunk_copies import compile_copies
-from dflash_jax.decode.executables import Executables, compile_programs
+from dflash_jax.decode.executables import Executables, Progress, compile_programs
 from dflash_jax.decode.programs import (
     DecodeSpec,
     DrafterWeights,
@@ -98,7 +98,7 @@ def prepare(
     top_k: int | None = None,
     prompt_cache_mib: int = 0,
     say: Say = lambda line: None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: Progress = lambda done, total, anew: None,
 ) -> Decoder:
     """Compiles, checks and prices.
 
@@ -111,7 +111,7 @@ def prepare(
       top_k: candidates a position, for a drafter without a selector.
       prompt_cache_mib: most device memory for what prompts have left; 0 keeps nothing.
       say: gets a line about anything that a user should know.
-      progress: of compilation.
+      progress: of loading and compiling the programs.
 
     Raises:
       InputError: the context does not fit the model; bits depend on the width in every attempt:
@@ -178,7 +178,7 @@ def _compiled(
     target_params: Any,
     drafter: Drafter | None,
     widths: tuple[int, ...],
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     options: Mapping[str, Any] | None,
     say: Say,
 ) -> Decoder:

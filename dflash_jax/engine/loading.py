@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from dflash_jax import pricing
 from dflash_jax.checkpoints.drafter import Drafter, check_target, load_drafter
 from dflash_jax.checkpoints.drafter_config import CONFIG, read_config
 from dflash_jax.checkpoints.target import EMBEDDED, Target, load_target
+from dflash_jax.decode.executables import Progress
 from dflash_jax.decode.rows import RowPolicy
 from dflash_jax.engine import memory
 from dflash_jax.engine.decoder import Decoder, Say, prepare
@@ -130,7 +131,7 @@ def prepare_models(
     time_widths: bool = True,
     prompt_cache_mib: int = 0,
     say: Say = lambda line: None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    progress: Progress = lambda done, total, anew: None,
 ) -> Decoder:
     """`engine.prepare` for loaded models."""
     target = models.target

@@ -11,7 +11,6 @@ import sys
 from typing import TYPE_CHECKING
 
 import rich.console
-import rich.progress
 from absl import flags
 
 from dflash_jax import entry, platform
@@ -20,6 +19,7 @@ from dflash_jax.engine.loading import ModelConfig, load_models, prepare_models
 from dflash_jax.engine.turns import Drivers
 from dflash_jax.errors import InputError
 from dflash_jax.pricing import make_rule
+from dflash_jax.program_progress import program_progress
 from dflash_jax.tree.growth import CAP
 
 if TYPE_CHECKING:  # the packages it needs may be missing, which `main` says in a line
@@ -60,14 +60,11 @@ def load_model(
     fixed = rule.startswith("fixed:")
     widths = (int(rule.removeprefix("fixed:")),) if fixed else range(cap + 1)
     console = rich.console.Console(stderr=True)
-    console.print("compiling: minutes the first time, seconds from the cache later")
-    bar = rich.progress.Progress(console=console, transient=True)
-    with found.warmup_lock(), bar:
-        task = bar.add_task("compiling", total=None)
+    with found.warmup_lock(), program_progress(console) as show:
 
-        def progress(name: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            say(f"compiled {done} of {total} programs")
+        def progress(done: int, total: int, anew: int) -> None:
+            show(done, total, anew)
+            say(f"{done} of {total} programs ready")
 
         decoder = prepare_models(
             models,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 from jax.experimental.compilation_cache import compilation_cache
 
 from dflash_jax.decode import saved_executables
+from dflash_jax.decode.executables import compile_all
+from dflash_jax.decode.programs import Program
 from dflash_jax.decode.saved_executables import kept_here_alone, load_or_compile
+from dflash_jax.program_progress import program_progress
 
 INPUTS = (jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
 
@@ -119,3 +124,20 @@ def test_without_a_folder_nothing_is_kept(folder):
 def test_jaxs_own_cache_keeps_no_second_copy(folder):
     load(Maker())
     assert [path.name for path in folder.iterdir() if path.name.endswith("-cache")] == []
+
+
+def test_a_start_says_whether_it_compiles_or_loads(folder):
+    def start(*names: str) -> list[str]:
+        console = rich.console.Console(file=io.StringIO(), width=200)
+        with program_progress(console) as progress:
+            compile_all([Program(name, None, double, INPUTS[:1], ()) for name in names], progress)
+        return console.file.getvalue().splitlines()
+
+    def double(x):
+        return 2 * x
+
+    compiling = "compiling 1 of {} programs: seconds to minutes each"
+    assert start("a") == [compiling.format(1), "1 of 1 programs ready"]
+    assert start("a") == ["loading 1 compiled programs: seconds"]
+    ready = ["1 of 2 programs ready", "2 of 2 programs ready"]
+    assert start("a", "b") == [compiling.format(2), *ready]

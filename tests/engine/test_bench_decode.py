@@ -83,6 +83,6 @@ def test_resume_needs_a_record(folder):
 def test_bad_input_is_refused_before_compiling(folder, flag, named):
     result = bench(folder, flag)
     assert result.returncode == 2
-    assert "compiling" not in result.stderr
+    assert "programs" not in result.stderr
     assert result.stderr.startswith("error: ")
     assert named in result.stderr

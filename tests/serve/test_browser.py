@@ -292,14 +292,14 @@ def test_a_server_with_a_key_and_one_that_is_not_ready(chromium):
     held = []
 
     def load(say):
-        say("compiled 3 of 9 programs")
+        say("3 of 9 programs ready")
         while not held:
             time.sleep(0.01)
         return tiny_server.model()
 
     with tiny_server.running(load=load, api_key=tiny_server.KEY) as server:
         page = Page(chromium, server.url)
-        page.wait(lambda: "compiled 3 of 9 programs" in page.text("#model"), "progress")
+        page.wait(lambda: "3 of 9 programs ready" in page.text("#model"), "progress")
         held.append(True)
         page.wait(lambda: page.find("#key-field:not([hidden])"), "the key's field")
         assert "API key" in page.text("#model")

@@ -241,17 +241,17 @@ def test_not_ready_while_loading():
     go = threading.Event()
 
     def load(say):
-        say("compiled 1 of 9 programs")
+        say("1 of 9 programs ready")
         assert go.wait(10)
         return tiny_server.model()
 
     with tiny_server.running(load=load) as server:
         health = server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "starting")
-        assert health.json()["progress"] == "compiled 1 of 9 programs"
+        assert health.json()["progress"] == "1 of 9 programs ready"
         reply = server.post("/v1/completions", prompt="x")
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
-        assert "compiled 1 of 9" in reply.json()["error"]["message"]
+        assert "1 of 9 programs ready" in reply.json()["error"]["message"]
         assert server.http.get("/metrics").status_code == 200
         go.set()
         end = time.monotonic() + 5
