@@ -25,7 +25,7 @@ from absl import flags
 
 from dflash_jax import entry, platform
 from dflash_jax.bench import contexts
-from dflash_jax.bench.records import Lines
+from dflash_jax.bench.records import Lines, Text
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import LoneDriver, Request, Stream, token_sha256
 from dflash_jax.engine.loading import ModelConfig, load_models, prepare_models
@@ -51,7 +51,7 @@ def run(found: platform.Platform) -> int:
     console = rich.console.Console(stderr=True)
     config = ModelConfig.from_config(_CONFIG.value)
     sizes = context_sizes(config.context_limit)
-    lines = Lines(f"{_RECORD.value}.jsonl" if _RECORD.value else None, "record")
+    lines, text = Lines(_RECORD.value, "record", ".jsonl"), Text(_RECORD.value, "record", ".md")
     models = load_models(config)
     texts = read_texts(_TEXTS.value)
     with found.warmup_lock():
@@ -116,8 +116,7 @@ def run(found: platform.Platform) -> int:
         f"replies whose tokens differ between rules: {unequal}",
     ]
     print("\n".join(notes))
-    if _RECORD.value:
-        write_record(_RECORD.value, table, notes)
+    text.write(record_text(table, notes))
     return 1 if unequal else 0
 
 
@@ -181,7 +180,7 @@ def row(size, seen, widths, fixed) -> list[str]:
     ]
 
 
-def write_record(path: str, table: list[list[str]], notes: list[str]) -> None:
+def record_text(table: list[list[str]], notes: list[str]) -> str:
     lines = ["# The rule against every fixed width, by context", ""]
     lines += ["```", " ".join(["python", *sys.argv]), "```", ""]
     lines += [f"- {note}" for note in notes]
@@ -193,7 +192,7 @@ def write_record(path: str, table: list[list[str]], notes: list[str]) -> None:
         "|" + "---|" * len(HEADINGS),
     ]
     lines += ["| " + " | ".join(cells) + " |" for cells in table]
-    pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str]) -> None:

@@ -28,7 +28,7 @@ import rich.table
 from absl import flags
 
 from dflash_jax import entry, platform
-from dflash_jax.bench.records import Lines, decode, reply_record
+from dflash_jax.bench.records import Lines, Text, decode, reply_record
 from dflash_jax.checkpoints import embedded_path
 from dflash_jax.decode.executables import CompileCounter
 from dflash_jax.decode.sampling import Sampling
@@ -216,7 +216,7 @@ def table_rows(bench: Bench, names: list[str], wanted: list[str]) -> list[list[s
 HEADINGS = ["draws", "rule", "tok/s", "× plain", "tokens a round", "round ms", "host ms", "widths"]
 
 
-def write_record(path: str, rows: list[list[str]], notes: list[str]) -> None:
+def record_text(rows: list[list[str]], notes: list[str]) -> str:
     lines = [
         "# Decoding under several rules",
         "",
@@ -228,10 +228,7 @@ def write_record(path: str, rows: list[list[str]], notes: list[str]) -> None:
     lines += [f"- {note}" for note in notes]
     lines += ["", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
-    try:
-        pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--record={path}: {path}.md: {error.strerror}") from error
+    return "\n".join(lines) + "\n"
 
 
 def peak_memory_gb() -> float:
@@ -246,6 +243,7 @@ def run(found: platform.Platform) -> int:
     wanted, draws = rules(), samplings()
     if _RESUME.value and not _RECORD.value:
         raise InputError("--resume needs --record: the record to go on with")
+    text = Text(_RECORD.value, "record", ".md")
     begin = time.perf_counter()
     models = load_models(config)
     if models.drafter is None and set(wanted) != {PLAIN}:
@@ -255,8 +253,7 @@ def run(found: platform.Platform) -> int:
     require_fit(prompts, config.context_limit, models.target.config.vocab_size)
     made_with = settings(config, prompts)
     kept = kept_replies(made_with)
-    path = f"{_RECORD.value}.jsonl" if _RECORD.value else None
-    lines = Lines(path, "record", keep=bool(kept))
+    lines = Lines(_RECORD.value, "record", ".jsonl", keep=bool(kept))
     with found.warmup_lock(), program_progress(console) as progress:
         decoder = prepare_models(
             models,
@@ -297,8 +294,7 @@ def run(found: platform.Platform) -> int:
     for row in rows:
         show.add_row(*row)
     rich.console.Console().print(show, *notes, sep="\n")
-    if _RECORD.value:
-        write_record(_RECORD.value, rows, notes)
+    text.write(record_text(rows, notes))
     return 1 if bench.unequal else 0
 
 

@@ -37,13 +37,15 @@ from absl import flags
 from dflash_jax import entry, platform
 from dflash_jax.bench import serve_client
 from dflash_jax.bench.contexts import interval
-from dflash_jax.bench.records import decode
+from dflash_jax.bench.records import Text, decode
 from dflash_jax.bench.server_process import ServerProcess
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import LoneDriver, Request
 from dflash_jax.engine.loading import ModelConfig, Models, load_models, prepare_models
 from dflash_jax.engine.prompts import read_prompt_file, require_fit
 from dflash_jax.engine.turns import Drivers
+from dflash_jax.errors import InputError
+from dflash_jax.pricing import make_rule
 from dflash_jax.serve.logs import request_log
 from dflash_jax.serve.server import Server, bind
 from dflash_jax.serve.service import Options, ServedModel, Service
@@ -231,6 +233,11 @@ def starts() -> dict[str, float]:
 
 
 def run(found: platform.Platform) -> int:
+    if not _RULES.value:
+        raise InputError("--rules names no rule")
+    for rule in _RULES.value:
+        make_rule(rule)  # an unknown one is an error now, not after compiling
+    data, text = (Text(_RECORD.value, "record", ending) for ending in (".json", ".md"))
     console = rich.console.Console(stderr=True)
     config = ModelConfig.from_config(_CONFIG.value)
     models = load_models(config, _PROMPT_CACHE_MIB)
@@ -278,13 +285,13 @@ def run(found: platform.Platform) -> int:
         "start": starts(),
     }
     console.print_json(json.dumps(record))
-    if _RECORD.value:
-        write(_RECORD.value, record)
+    data.write(json.dumps(record, indent=1) + "\n")
+    text.write(record_text(record))
     good = not pairs.unequal and equal == len(prompts) and many["right"] == many["clients"]
     return 0 if good else 1
 
 
-def write(path: str, record: dict[str, Any]) -> None:
+def record_text(record: dict[str, Any]) -> str:
     many, first = record["crowd"], record["first_token_to_first_byte_ms"]
     lines = [
         "# Serving over decoding",
@@ -315,8 +322,7 @@ def write(path: str, record: dict[str, Any]) -> None:
             f"| {rule} | {rate['pairs']} | {rate['direct_tok_s']} | {rate['served_tok_s']} | "
             f"{rate['ratio']:.3f} | {low:.3f} to {high:.3f} |"
         )
-    pathlib.Path(f"{path}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str]) -> None:

@@ -10,7 +10,6 @@ The exit status is 1 when two widths gave different tokens.
 
 from __future__ import annotations
 
-import pathlib
 import sys
 import time
 from typing import Any
@@ -21,11 +20,11 @@ from absl import flags
 
 from dflash_jax import entry, platform
 from dflash_jax.bench import at_size, contexts, made_up
-from dflash_jax.bench.records import Lines
+from dflash_jax.bench.records import Lines, Text
 from dflash_jax.decode.sampling import Sampling
 from dflash_jax.engine import LoneDriver, Request, prepare, token_sha256
 from dflash_jax.engine import memory as device_memory
-from dflash_jax.engine.loading import SIZES
+from dflash_jax.engine.loading import SIZES, ModelConfig
 from dflash_jax.errors import InputError
 from dflash_jax.tree.growth import CAP
 
@@ -57,9 +56,9 @@ def numbers(flag: flags.FlagHolder, least: int, most: int) -> list[int]:
 class Findings:
     """What was found, on disk as it is found."""
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
-        self._lines = Lines(f"{path}.jsonl" if path else None, "record")
+    def __init__(self, record: str | None) -> None:
+        self._lines = Lines(record, "record", ".jsonl")
+        self._table = Text(record, "record", ".md")
         self._notes: list[str] = []
         self._rows: list[list[str]] = []
 
@@ -80,13 +79,11 @@ class Findings:
         self._write()
 
     def _write(self) -> None:
-        if not self._path:
-            return
         lines = ["# A target of real sizes, with made-up weights", ""]
         lines += ["```", " ".join(["python", *sys.argv]), "```", ""]
         lines += [f"- {note}" for note in self._notes]
         lines += ["", *("| " + " | ".join(row) + " |" for row in self._rows)]
-        pathlib.Path(f"{self._path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._table.write("\n".join(lines) + "\n")
 
 
 def memory_use() -> dict[str, float]:
@@ -98,23 +95,35 @@ def memory_use() -> dict[str, float]:
 
 def run(found: platform.Platform) -> int:
     config = _CONFIG.value
-    if SIZES not in config:
-        raise InputError(f"--config: it has no `{SIZES}`, which say what to make up")
+    if SIZES not in config or not {"target", "drafter"} <= set(config[SIZES]):
+        raise InputError(
+            f"--config: it has no `{SIZES}` of `target` and `drafter`, which say what to make up"
+        )
     memory_gb = _MEMORY_GB.value
     if memory_gb is not None and memory_gb <= 0:
         raise InputError(f"--memory_gb={memory_gb}: give the device's free gigabytes")
-    int8 = config.weights == "int8"
-    target = made_up.target_config(config.sizes.target, "float32" if int8 else config.weights)
+    model = ModelConfig.from_config({**config, "target": "made up"})
+    weights, limit = model.weights_here(), model.context_limit
+    int8 = weights == "int8"
+    target = made_up.target_config(config.sizes.target, "float32" if int8 else weights)
     drafting = made_up.drafter_config(config.sizes.drafter, target)
+    device_memory.require_context(target, limit)
     widths = sorted({0, *numbers(_WIDTHS, 0, CAP)})
-    most = config.context_limit - at_size.room(0, _ROUNDS.value)
+    most = limit - at_size.room(0, _ROUNDS.value)
+    if most < 1:
+        raise InputError(
+            f"--rounds={_ROUNDS.value}: they may come to {at_size.room(0, _ROUNDS.value)} tokens, "
+            f"but --config.context_limit is {limit}: ask for fewer, or raise it"
+        )
     sizes = numbers(_CONTEXTS, 1, most)
-    weights = config.weights
     free = device_memory.free_bytes() if memory_gb is None else int(memory_gb * 1e9)
-    device_memory.require_fit(target, drafting, weights, config.context_limit, free)
+    if free is not None and 2 * _COPY_MB.value * MIB > free:
+        raise InputError(f"--copy_mb={_COPY_MB.value}: twice that must fit {free / 1e9:.1f} GB")
+    device_memory.require_fit(target, drafting, weights, limit, free)
     findings = Findings(_RECORD.value)
 
     device = jax.devices()[0].device_kind
+    bandwidth = at_size.copy_bandwidth(_COPY_MB.value * MIB)  # before the device is full
     begin = time.perf_counter()
     params = made_up.target_params(target, int8)
     drafter = made_up.drafter(drafting, int8)
@@ -129,7 +138,6 @@ def run(found: platform.Platform) -> int:
         **{"layers": target.num_layers, "weights_gb": held / 1e9, "target_reads_gb": read / 1e9},
         **memory_use(),
     )
-    bandwidth = at_size.copy_bandwidth(_COPY_MB.value * MIB)
     read_ms = read / bandwidth * 1e3
     findings.note(
         f"a copy reaches {bandwidth / 1e9:.0f} GB/s, read and written: reading the target once "
@@ -145,7 +153,7 @@ def run(found: platform.Platform) -> int:
             params,
             drafter,
             vocab_size=target.vocab_size,
-            context_limit=config.context_limit,
+            context_limit=limit,
             widths=widths,
             time_widths=False,
             say=said.append,

@@ -24,6 +24,7 @@ from absl import flags
 
 from dflash_jax import entry
 from dflash_jax.bench import llama_cpp_parity as parity
+from dflash_jax.bench.records import Text
 from dflash_jax.checkpoints import Target, embedded_path, load_target
 
 _TARGET = flags.DEFINE_string("target", "embedded", "A .gguf file, or 'embedded'.")
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
+    record = Text(_RECORD.value, "record")
     path = embedded_path() if _TARGET.value == "embedded" else pathlib.Path(_TARGET.value)
     target = load_target(path)
     peer = parity.open_peer(path, _THREADS.value)
@@ -66,9 +68,7 @@ def run() -> None:
         lines += describe("dequantised", target, parity.compare(target, peer, sequences))
     for line in lines:
         print(json.dumps(line))
-    if _RECORD.value:
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        pathlib.Path(_RECORD.value).write_text(text, encoding="utf-8")
+    record.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def describe(weights: str, target: Target, result: parity.Parity) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from absl import flags
 
 from dflash_jax import entry, platform
 from dflash_jax.bench import llama_cpp_parity as parity
-from dflash_jax.bench.records import Lines, decode
+from dflash_jax.bench.records import Lines, Text, decode
 from dflash_jax.checkpoints import Target, embedded_path, load_target
 from dflash_jax.engine import LoneDriver, Request
 from dflash_jax.engine.loading import INT8, ModelConfig, load_models, prepare_models
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
     del argv
     platform.initialize("cpu")
     path = embedded_path() if _TARGET.value == "embedded" else pathlib.Path(_TARGET.value)
-    lines = Lines(f"{_RECORD.value}.jsonl" if _RECORD.value else None, "record")
+    lines, text = Lines(_RECORD.value, "record", ".jsonl"), Text(_RECORD.value, "record", ".md")
     reference_target = load_target(path)
     reference = parity.OurLogits(reference_target)
     sequences = chats(reference_target, path)
@@ -74,8 +74,7 @@ def main(argv: list[str]) -> None:
         ratios.append([str(width), f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
         rich.console.Console(stderr=True).print(" | ".join(ratios[-1]))
     lines.close()
-    if _RECORD.value:
-        write_record(table, ratios, sum(map(len, sequences)), reference_target.name)
+    text.write(record_text(table, ratios, sum(map(len, sequences)), reference_target.name))
 
 
 def chats(target: Target, path: pathlib.Path) -> list[list[int]]:
@@ -132,9 +131,7 @@ def speed_ratios(sequences: list[list[int]]) -> dict[int, list[float]]:
     return ratios
 
 
-def write_record(
-    table: list[list[str]], ratios: list[list[str]], positions: int, name: str
-) -> None:
+def record_text(table: list[list[str]], ratios: list[list[str]], positions: int, name: str) -> str:
     lines = ["# What the weights cost in accuracy", ""]
     lines += ["```", " ".join(["python", *sys.argv]), "```", ""]
     lines += [
@@ -156,7 +153,7 @@ def write_record(
             "|---|---|---|",
             *("| " + " | ".join(row) + " |" for row in ratios),
         ]
-    pathlib.Path(f"{_RECORD.value}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

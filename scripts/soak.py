@@ -29,6 +29,7 @@ from absl import flags
 
 from dflash_jax import entry
 from dflash_jax.bench import soak
+from dflash_jax.bench.records import Text
 from dflash_jax.bench.server_process import ServerProcess, Usage
 from dflash_jax.errors import InputError
 
@@ -112,6 +113,7 @@ def growth_mib(samples: list[Usage]) -> tuple[float, float]:
 
 
 def run() -> int:
+    data, text = (Text(_RECORD.value, "record", ending) for ending in (".json", ".md"))
     console = rich.console.Console(stderr=True)
     cases = soak.make_cases(texts(), _CASES.value, _MAX_TOKENS.value, random.Random(_SEED.value))
     wrong: list[str] = []
@@ -173,12 +175,12 @@ def run() -> int:
         "wrong": wrong,
     }
     console.print_json(json.dumps(record))
-    if _RECORD.value:
-        write(_RECORD.value, record)
+    data.write(json.dumps(record, indent=1) + "\n")
+    text.write(record_text(record))
     return 1 if wrong else 0
 
 
-def write(path: str, record: dict[str, Any]) -> None:
+def record_text(record: dict[str, Any]) -> str:
     memory, handles, threads = (record[name] for name in ("memory_mib", "handles", "threads"))
     kinds = ", ".join(f"{name} {count}" for name, count in record["by_kind"].items())
     lines = [
@@ -202,8 +204,7 @@ def write(path: str, record: dict[str, Any]) -> None:
         else "- ended with a wrong exit status",
     ]
     lines += [f"- WRONG: {line[:300]}" for line in record["wrong"][:20]]
-    pathlib.Path(f"{path}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str]) -> None:

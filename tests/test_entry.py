@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dflash_jax.bench.records import Lines
+from dflash_jax.bench.records import Lines, Text
 from dflash_jax.errors import InputError
 
 _PRINTS = "from dflash_jax import entry; entry.run(lambda argv: print(*(['\\u2028é'] * {count})))"
@@ -127,3 +127,38 @@ def test_lines_replace_a_file_at_the_first_line(tmp_path):
     lines.write({"n": 2})
     lines.close()
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_text_that_cannot_be_written_is_known_at_once(tmp_path):
+    (tmp_path / "record.md").mkdir()
+    with pytest.raises(InputError, match=r"--record=.*/record.md: Is a directory"):
+        Text(str(tmp_path / "record"), "record", ".md")
+    with pytest.raises(InputError, match=r"--record=.*/nope/record.md: No such file"):
+        Text(str(tmp_path / "nope/record"), "record", ".md")
+    old = tmp_path / "old.md"
+    old.write_text("an earlier run\n")
+    Text(str(old), "record")
+    text = Text(str(tmp_path / "new"), "record", ".md")
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["old.md"]
+    assert old.read_text() == "an earlier run\n"
+    text.write("x\n")
+    assert (tmp_path / "new.md").read_text() == "x\n"
+    Text(None, "record").write("x\n")
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["bench_contexts", "bench_decode", "bench_serve", "compare_llama_cpp", "compare_weights"],
+)
+def test_a_record_that_is_a_folder_is_found_before_the_work(script, tmp_path):
+    for ending in ("", ".md"):
+        (tmp_path / f"record{ending}").mkdir()
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, f"scripts/{script}.py", f"--record={tmp_path}/record"]
+    models = [] if script.startswith("compare") else ["--config.target=nowhere"]
+    done = subprocess.run(
+        [*command, *models], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: --record={tmp_path}/record"), done.stderr
+    assert "Is a directory" in done.stderr

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,9 +15,9 @@ from dflash_jax.checkpoints.drafter import Drafter
 from dflash_jax.errors import InputError
 from dflash_jax.models import targets
 from dflash_jax.models.dflash2 import init_params
-from dflash_jax.models.dflash2_config import DrafterConfig
+from dflash_jax.models.dflash2_config import DrafterConfig, repeated
 from dflash_jax.models.layers import INT8_PEAK, Int8Matrix
-from dflash_jax.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+from dflash_jax.models.qwen3_5 import Qwen35Config, layer_kinds
 from dflash_jax.models.targets import TargetConfig
 
 _FLOAT32 = ("A_log", "dt_bias")  # whatever the model's dtype; and the recurrence's norm
@@ -25,30 +26,35 @@ _HEAD_SPREAD = 3.0  # of the logits: picks are decided, and not all the same
 
 def target_config(sizes: Mapping[str, Any], dtype: str) -> Qwen35Config:
     """From a config's `sizes.target`: `Qwen35Config`'s fields, but layers by their interval."""
-    values = dict(sizes)
-    try:
-        count, interval = values.pop("num_layers"), values.pop("full_attention_interval")
-        kinds = tuple(FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(count))
+    with _refused("config.sizes.target"):
+        values = dict(sizes)
+        kinds = layer_kinds(values.pop("num_layers"), values.pop("full_attention_interval"))
         return Qwen35Config(**values, layer_types=kinds, dtype=jnp.dtype(dtype))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise InputError(f"config.sizes.target: {error}") from error
 
 
 def drafter_config(sizes: Mapping[str, Any], target: TargetConfig) -> DrafterConfig:
     """From a config's `sizes.drafter`; what it shares with the target is the target's."""
-    values = dict(sizes)
-    try:
+    with _refused("config.sizes.drafter"):
+        values = dict(sizes)
         kind = values.pop("layer_type")
         return DrafterConfig(
             **values,
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
             num_target_layers=target.num_layers,
-            layer_types=(kind,) * values["num_layers"],
+            layer_types=repeated(kind, values["num_layers"]),
             dtype=target.dtype,
         )
-    except (KeyError, TypeError) as error:
-        raise InputError(f"config.sizes.drafter: {error}") from error
+
+
+@contextlib.contextmanager
+def _refused(section: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        raise InputError(f"{section}: {error} is missing") from error
+    except (InputError, TypeError, ValueError) as error:
+        raise InputError(f"{section}: {error}") from error
 
 
 def target_params(config: TargetConfig, int8: bool = False, seed: int = 0) -> Any:

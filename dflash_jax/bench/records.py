@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import statistics
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, TextIO
 
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.engine import LoneDriver, Request, RoundRecord, Stream
@@ -79,22 +80,51 @@ def _median(values: list[float]) -> float | None:
     return round(statistics.median(values), 4) if values else None
 
 
+def _opened(path: str, flag: str) -> TextIO:
+    try:
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--{flag}={path}: {error.strerror}") from error
+
+
+class Text:
+    """A file that is written whole, or nothing; see `Lines`.
+
+    That it can be written is known before the work that it will tell of.
+    """
+
+    def __init__(self, base: str | None, flag: str, ending: str = "") -> None:
+        self._path, self._flag = f"{base}{ending}" if base else "", flag
+        if self._path:
+            new = not os.path.exists(self._path)
+            _opened(self._path, flag).close()
+            if new:
+                os.unlink(self._path)
+
+    def write(self, text: str) -> None:
+        if not self._path:
+            return
+        try:
+            pathlib.Path(self._path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--{self._flag}={self._path}: {error.strerror}") from error
+
+
 class Lines:
     """A JSON-lines file, or nothing; every line is on disk before the next is made.
 
     An existing file is replaced by the first line, not before: a run that fails earlier loses
     nothing. With `keep` it is gone on with.
+
+    Args:
+      base: the flag's value; empty or None: nothing is written.
+      ending: what the file's name has after it.
     """
 
-    def __init__(self, path: str | None, flag: str, keep: bool = False) -> None:
-        self._path, self._flag = path or "", flag
-        self._file = None
+    def __init__(self, base: str | None, flag: str, ending: str = "", keep: bool = False) -> None:
+        self._path, self._flag = f"{base}{ending}", flag
         self._begun = keep
-        if path:
-            try:
-                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-            except OSError as error:
-                raise InputError(f"--{flag}={path}: {error.strerror}") from error
+        self._file = _opened(self._path, flag) if base else None
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from dflash_jax.checkpoints.safetensors_files import read_json
 from dflash_jax.errors import InputError
-from dflash_jax.models.dflash2_config import FULL, SLIDING, DrafterConfig
+from dflash_jax.models.dflash2_config import FULL, SLIDING, DrafterConfig, repeated
 
 CONFIG = "config.json"
 NESTED = "dflash_config"
@@ -128,7 +128,7 @@ def _layers(keys: _Keys, num_layers: Any) -> tuple[Any, Any]:
     if types is None:
         if window is not None and use is not False:
             raise InputError(f"{keys.path}: sliding_window is given, but layer_types is missing")
-        types = [FULL] * num_layers if isinstance(num_layers, int) else []
+        types = list(repeated(FULL, num_layers))
     if use is False and isinstance(types, list) and SLIDING in types:
         raise InputError(f"{keys.path}: layer_types has {SLIDING}, but use_sliding_window is false")
     return types, window

@@ -32,6 +32,7 @@ from dflash_jax.decode.programs import (
 from dflash_jax.decode.rows import RowPolicy, row_policy, safest
 from dflash_jax.decode.rules import RuleArrays
 from dflash_jax.decode.sampling import GREEDY, SamplingArrays
+from dflash_jax.engine import memory
 from dflash_jax.engine.prompt_cache import MIB, PromptCache
 from dflash_jax.errors import InputError
 from dflash_jax.models.targets import TargetConfig
@@ -117,11 +118,7 @@ def prepare(
       InputError: the context does not fit the model; bits depend on the width in every attempt:
         the row table, one row count, and on a GPU one row count with deterministic kernels.
     """
-    if not MAX_ROWS < context_limit <= target.max_position_embeddings:
-        raise InputError(
-            f"context of {context_limit} tokens: this target takes {MAX_ROWS + 1} to "
-            f"{target.max_position_embeddings}"
-        )
+    memory.require_context(target, context_limit)
     backend = jax.default_backend()
     if policy is None:
         policy = row_policy(backend, jax.__version_info__)

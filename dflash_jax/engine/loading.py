@@ -13,7 +13,7 @@ import jax
 from dflash_jax import pricing
 from dflash_jax.checkpoints.drafter import Drafter, check_target, load_drafter
 from dflash_jax.checkpoints.drafter_config import CONFIG, read_config
-from dflash_jax.checkpoints.target import EMBEDDED, Target, load_target
+from dflash_jax.checkpoints.target import EMBEDDED, WEIGHTS, Target, load_target
 from dflash_jax.decode.executables import Progress
 from dflash_jax.decode.rows import RowPolicy
 from dflash_jax.engine import memory
@@ -51,8 +51,17 @@ class ModelConfig:
                 raise InputError(f"config {name}={getattr(self, name)!r} must be a {kind.__name__}")
         if not self.target:
             raise InputError("the config names no target: give --config.target=FOLDER")
+        if self.weights not in (AUTO, *WEIGHTS):
+            raise InputError(f"config weights={self.weights!r} are none of {(AUTO, *WEIGHTS)}")
         if not isinstance(self.context_limit, int) or self.context_limit < 1:
             raise InputError(f"config context_limit={self.context_limit!r} must be a whole number")
+
+    def weights_here(self) -> str:
+        """One of `target.WEIGHTS`: "auto" is int8 on a CPU whose XLA multiplies int8 fast."""
+        if self.weights != AUTO:
+            return self.weights
+        fast = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 10)
+        return INT8 if fast else "float32"
 
     @classmethod
     def from_config(cls, config: Any) -> ModelConfig:
@@ -86,11 +95,12 @@ def load_models(config: ModelConfig, prompt_cache_mib: int = 0) -> Models:
     Raises:
       InputError: one is missing, damaged, does not fit the other, or not the device's memory.
     """
-    weights = default_weights() if config.weights == AUTO else config.weights
+    weights = config.weights_here()
     folder = EMBEDDED_DRAFTER if config.drafter == EMBEDDED else pathlib.Path(config.drafter)
 
     def accept(target: TargetConfig) -> None:
         """What can be known before gigabytes are read."""
+        memory.require_context(target, config.context_limit)
         drafter = None
         if config.drafter:
             drafter = read_config(folder / CONFIG, target.dtype)
@@ -103,11 +113,6 @@ def load_models(config: ModelConfig, prompt_cache_mib: int = 0) -> Models:
         return Models(target, None, None)
     drafter = load_drafter(folder, target.config, target.config.dtype, int8=weights == INT8)
     return Models(target, drafter, _calibration(folder / CALIBRATION_FILE))
-
-
-def default_weights() -> str:
-    """int8 on a CPU whose XLA multiplies int8 fast, else float32."""
-    return INT8 if jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 10) else "float32"
 
 
 def _calibration(path: pathlib.Path) -> Any:

@@ -67,6 +67,15 @@ def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def require_context(target: TargetConfig, context_limit: int) -> None:
+    """Raises InputError for a context that no stream of this target has."""
+    if not MAX_ROWS < context_limit <= target.max_position_embeddings:
+        raise InputError(
+            f"context_limit of {context_limit} tokens: this target takes {MAX_ROWS + 1} to "
+            f"{target.max_position_embeddings}"
+        )
+
+
 def require_fit(
     target: TargetConfig,
     drafter: DrafterConfig | None,

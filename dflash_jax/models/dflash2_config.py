@@ -121,6 +121,15 @@ class DrafterConfig:
 
     def _check_vocabulary(self) -> None:
         _require(self.block_size > 1, f"block_size {self.block_size} leaves nothing to draft")
+        _require(
+            self.block_size <= _LARGEST_BLOCK,
+            f"block_size {self.block_size} exceeds {_LARGEST_BLOCK}",
+        )
+        _require(
+            self.block_size * self.selector_top_k**2 <= _LARGEST_LATTICE,
+            f"selector_top_k {self.selector_top_k} gives a lattice of more than {_LARGEST_LATTICE}"
+            " numbers",
+        )
         for name in ("mask_token_id", "draft_vocab_size"):
             value, limit = getattr(self, name), self.vocab_size - (name == "mask_token_id")
             _require(value <= limit, f"{name} {value} exceeds the vocabulary of {self.vocab_size}")
@@ -179,6 +188,16 @@ _NOT_NEGATIVE = (
     "draft_vocab_size",
 )
 _POSITIVE_NUMBERS = ("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier")
+
+
+# Beyond these a lattice, of block_size * selector_top_k ** 2 numbers, is no matter of a round.
+_LARGEST_BLOCK, _LARGEST_LATTICE = 1024, 2**24
+_MOST_LAYERS = 4096  # a damaged count would fill the memory with their kinds
+
+
+def repeated(kind: str, num_layers: Any) -> tuple[str, ...]:
+    """`layer_types` of one kind; `DrafterConfig` refuses a count that cannot be."""
+    return (kind,) * (min(num_layers, _MOST_LAYERS) if _is_int(num_layers) else 0)
 
 
 def _is_int(value: Any) -> TypeGuard[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -27,6 +27,22 @@ from dflash_jax.models.target_base import MLP, Target, TargetOutput
 LINEAR = "linear_attention"
 FULL = "full_attention"
 _L2_EPSILON = 1e-6  # of the norm of queries and keys: a constant of the architecture
+
+
+_MOST_LAYERS = 4096  # a damaged count would fill the memory with their kinds
+
+
+def layer_kinds(num_layers: Any, full_attention_interval: Any) -> tuple[str, ...]:
+    """Every n-th layer is attention. Raises InputError for numbers that cannot be."""
+    for name, value, most in (
+        ("num_layers", num_layers, _MOST_LAYERS),
+        ("full_attention_interval", full_attention_interval, num_layers),
+    ):
+        if type(value) is not int or not 1 <= value <= most:
+            raise InputError(f"model config: {name} must be from 1 to {most}, got {value!r}")
+    return tuple(
+        LINEAR if (layer + 1) % full_attention_interval else FULL for layer in range(num_layers)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

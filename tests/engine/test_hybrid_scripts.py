@@ -230,12 +230,28 @@ def test_bench_target_on_a_tiny_run(tmp_path):
         (["--contexts=40000"], "--contexts=40000"),
         (["--widths=16"], "--widths=16"),
         (["--config.sizes.target.num_heads=7"], "multiple"),
-        (["--config.sizes.target.full_attention_interval=0"], "config.sizes.target"),
+        (["--config.sizes.target.full_attention_interval=0"], "full_attention_interval must be"),
+        (["--config.sizes.target.full_attention_interval=-4"], "full_attention_interval must be"),
+        (["--config.sizes.target.full_attention_interval=65"], "full_attention_interval must be"),
+        (["--config.sizes.target.num_layers=1000000000"], "num_layers must be from 1 to"),
+        (["--config.sizes.drafter.num_layers=1000000000"], "layer_types must be 1000000000 times"),
+        (["--config.sizes.drafter.num_layers=-1"], "num_layers is -1"),
+        (["--config.sizes.drafter.block_size=100000000"], "block_size 100000000 exceeds"),
+        (["--config.sizes.drafter.selector_top_k=100000"], "selector_top_k 100000 gives"),
+        (["--config.sizes.target={}"], "config.sizes.target: 'num_layers' is missing"),
+        (['--config.sizes={"target": 3, "drafter": 3}'], "config.sizes.target: "),
+        (["--config.sizes={}"], "no `sizes` of `target` and `drafter`"),
+        (["--config.weights=float7"], "weights='float7' are none of"),
+        (["--config.context_limit=-5"], "context_limit=-5"),
+        (["--config.context_limit=300000"], "this target takes 17 to 262144"),
+        (["--rounds=10000"], "--rounds=10000: they may come to 160032 tokens"),
+        (["--copy_mb=1000000", "--memory_gb=100"], "--copy_mb=1000000: twice that must fit 100.0"),
+        (["--record=TMP/nope/record", "--memory_gb=100"], "/nope/record.jsonl: No such file"),
         ([f"--config={ROOT}/configs/smollm2.py"], "no `sizes`"),
     ],
 )
 def test_bench_target_refuses_before_it_builds(tmp_path, flags, message):
-    done = bench(tmp_path, *flags)
+    done = bench(tmp_path, *(flag.replace("TMP", str(tmp_path)) for flag in flags))
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert message in line
