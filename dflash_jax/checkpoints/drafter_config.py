@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dflash_jax.checkpoints.safetensors_files import read_json
+from dflash_jax.checkpoints.json_values import read_json, refused_kinds
 from dflash_jax.errors import InputError
 from dflash_jax.models.dflash2_config import FULL, SLIDING, DrafterConfig, repeated
 
@@ -73,6 +73,11 @@ class _Keys:
 
 def read_config(path: Path, dtype: Any = jnp.float32) -> DrafterConfig:
     """Reads a drafter's config.json; InputError where it is incomplete or contradicts itself."""
+    with refused_kinds(path):
+        return _read(path, dtype)
+
+
+def _read(path: Path, dtype: Any) -> DrafterConfig:
     keys = _Keys(path)
     values = {ours: keys.required(theirs) for ours, theirs in _REQUIRED.items()}
     values |= {name: keys.optional(name, default) for name, default in _OPTIONAL.items()}
@@ -85,10 +90,7 @@ def read_config(path: Path, dtype: Any = jnp.float32) -> DrafterConfig:
         if not isinstance(values[name], list):
             raise InputError(f"{path}: {name} is not a list")
         values[name] = tuple(values[name])
-    try:
-        return DrafterConfig(**values, dtype=dtype)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+    return DrafterConfig(**values, dtype=dtype)
 
 
 def _dflash2_values(keys: _Keys) -> dict[str, Any]:

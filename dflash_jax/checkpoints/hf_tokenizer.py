@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from dflash_jax.checkpoints.chat import ChatTemplate
-from dflash_jax.checkpoints.safetensors_files import read_json, refused_kinds
+from dflash_jax.checkpoints.json_values import read_json, refused_kinds, typed
 from dflash_jax.checkpoints.tokenizer import Tokenizer
 from dflash_jax.errors import InputError
 
@@ -54,9 +54,11 @@ def _token_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: st
         token = token.get("content")
     if token is None:
         return None
+    if not isinstance(token, str):
+        raise InputError(f"{name} must be a text, not {token!r}")
     token_id = backend.token_to_id(token)
     if token_id is None:
-        raise InputError(f"{CONFIG_FILE}: {name} {token!r} is not in {TOKENIZER_FILE}")
+        raise InputError(f"{name} {token!r} is not in {TOKENIZER_FILE}")
     return token_id
 
 
@@ -69,8 +71,9 @@ def _chat_template(directory: pathlib.Path, config: Mapping[str, Any]) -> str | 
             raise InputError(f"{path}: not a readable template ({error})") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        label = "an entry of chat_template"
+        named = {typed(e, "name", str, label): typed(e, "template", str, label) for e in template}
         template = named.get("default")
     if not isinstance(template, str | None):
-        raise TypeError(f"chat_template is a {type(template).__name__}")
+        raise InputError(f"chat_template must be a text, not a {type(template).__name__}")
     return template

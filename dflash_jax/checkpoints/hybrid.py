@@ -7,8 +7,9 @@ import pathlib
 
 import numpy as np
 
-from dflash_jax.checkpoints import qwen3_5_config, qwen3_5_gguf, qwen3_5_names, safetensors_files
+from dflash_jax.checkpoints import qwen3_5_config, qwen3_5_gguf, qwen3_5_names
 from dflash_jax.checkpoints.gguf_file import GGUFFile
+from dflash_jax.checkpoints.json_values import read_json
 from dflash_jax.checkpoints.names import Opened, Store, load_parameters
 from dflash_jax.checkpoints.quantised_files import open_tensors
 from dflash_jax.errors import InputError
@@ -17,7 +18,7 @@ from dflash_jax.errors import InputError
 def open_directory(directory: pathlib.Path, dtype: np.dtype, store: Store) -> Opened:
     """A Hugging Face directory, plain or quantised, or an MLX one."""
     config_path = directory / "config.json"
-    description = safetensors_files.read_json(config_path)
+    description = read_json(config_path)
     config = qwen3_5_config.from_hugging_face(description, str(config_path), dtype)
     source = open_tensors(directory, description)
     names = source.shapes()

@@ -5,6 +5,7 @@ A value that the model needs is required, not guessed; a feature that it lacks i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from dflash_jax.checkpoints import llama_names
 from dflash_jax.checkpoints.gguf_file import GGUFFile
+from dflash_jax.checkpoints.json_values import typed
 from dflash_jax.errors import InputError
 from dflash_jax.models.llama import (
     FactorScaling,
@@ -21,43 +23,39 @@ from dflash_jax.models.llama import (
     RopeScaling,
 )
 
-# Hugging Face's class name -> whether queries and keys are normed.
-ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}
+# Hugging Face's class name -> model_type, and whether queries and keys are normed.
+ARCHITECTURES = {"LlamaForCausalLM": ("llama", False), "Qwen3ForCausalLM": ("qwen3", True)}
 GGUF_ARCHITECTURES = {"llama": False, "qwen3": True}
-
-
-def boolean(config: Mapping[str, Any], name: str, label: str) -> bool:
-    """A flag of config.json; false where it is missing or null. Raises InputError for another."""
-    value = config.get(name)
-    if value not in (None, True, False):
-        raise InputError(f"{label}: {name} must be true or false, not {value!r}")
-    return bool(value)
 
 
 def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) -> LlamaConfig:
     """Reads config.json, already parsed; `label` names it in messages."""
-    architectures = config.get("architectures") or []
+    architectures = typed(config, "architectures", list, label, [])
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise InputError(
             f"{label}: architectures {architectures} is none of {sorted(ARCHITECTURES)}, "
             "nor Qwen3.5's"
         )
-    qk_norm = ARCHITECTURES[architectures[0]]
+    model_type, qk_norm = ARCHITECTURES[architectures[0]]
+    if (config.get("model_type") or model_type) != model_type:
+        raise InputError(
+            f"{label}: model_type {config['model_type']!r} is not covered, only {model_type!r} "
+            f"for {architectures[0]}"
+        )
     _refuse_unknown_features(config, label)
 
-    def need(name: str) -> Any:
-        if config.get(name) is None:
-            raise InputError(f"{label}: {name} is missing")
-        return config[name]
+    def need(name: str, kind: type = int) -> Any:
+        return typed(config, name, kind, label)
 
     # Llama documents these two as following from others; Qwen3 gives them their own defaults.
     num_heads = need("num_attention_heads")
     if qk_norm:
         num_kv_heads, head_dim = need("num_key_value_heads"), need("head_dim")
     else:
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
-        head_dim = config.get("head_dim") or need("hidden_size") // num_heads
-    rope = _rope_parameters(config)
+        num_kv_heads = typed(config, "num_key_value_heads", int, label, num_heads)
+        even = need("hidden_size") // max(num_heads, 1)
+        head_dim = typed(config, "head_dim", int, label, even)
+    rope = _rope_parameters(config, label)
     if rope.get("rope_theta") is None:
         raise InputError(f"{label}: rope_theta is missing, at the root and in rope_parameters")
     return LlamaConfig(
@@ -68,12 +66,12 @@ def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) ->
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=need("rms_norm_eps"),
-        rope_theta=float(rope["rope_theta"]),
+        rms_norm_eps=need("rms_norm_eps", float),
+        rope_theta=float(typed(rope, "rope_theta", float, label)),
         max_position_embeddings=need("max_position_embeddings"),
-        tie_word_embeddings=boolean(config, "tie_word_embeddings", label),
-        attention_bias=boolean(config, "attention_bias", label),
-        mlp_bias=boolean(config, "mlp_bias", label),
+        tie_word_embeddings=typed(config, "tie_word_embeddings", bool, label, False),
+        attention_bias=typed(config, "attention_bias", bool, label, False),
+        mlp_bias=typed(config, "mlp_bias", bool, label, False),
         rope_scaling=_rope_scaling(rope, label),
         qk_norm=qk_norm,
         dtype=dtype,
@@ -87,14 +85,15 @@ def _refuse_unknown_features(config: Mapping[str, Any], label: str) -> None:
         raise InputError(f"{label}: quantised checkpoints (quantization_config) are not supported")
     if config.get("use_sliding_window"):
         raise InputError(f"{label}: use_sliding_window is not supported")
-    kinds = set(config.get("layer_types") or ())
-    if kinds - {"full_attention"}:
-        raise InputError(f"{label}: layer_types {sorted(kinds)} are not supported")
+    kinds = typed(config, "layer_types", list, label, [])
+    if any(kind != "full_attention" for kind in kinds):
+        raise InputError(f"{label}: layer_types other than full_attention are not supported")
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     """`rope_parameters` (new), or root `rope_theta` and `rope_scaling` (old), as one mapping."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    old = typed(config, "rope_scaling", dict, label, {})
+    rope = dict(typed(config, "rope_parameters", dict, label, {}) or old)
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = config.get("rope_theta")
     if config.get("partial_rotary_factor") is not None:
@@ -122,7 +121,9 @@ def _rope_scaling(rope: Mapping[str, Any], label: str) -> RopeScaling | None:
     for name in fields[kind]:
         if rope.get(name) is None:
             raise InputError(f"{label}: rope scaling {kind!r} needs {name}")
-        values.append(rope[name])
+        values.append(typed(rope, name, float, label))
+        if not 0 < values[-1] < math.inf:
+            raise InputError(f"{label}: rope scaling {kind!r}: {name} must be positive")
     if kind == "llama3":
         return Llama3Scaling(*values)
     if kind == "linear":

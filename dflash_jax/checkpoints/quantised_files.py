@@ -18,6 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dflash_jax.checkpoints.json_values import typed
 from dflash_jax.checkpoints.safetensors_files import PLAIN_DTYPES, SafetensorsSource
 from dflash_jax.errors import InputError
 
@@ -31,7 +32,9 @@ def open_tensors(directory: pathlib.Path, config: Mapping[str, Any]) -> Safetens
     Raises:
       InputError: a quantisation that is not covered, or tensors that do not fit it.
     """
-    quantisation = config.get("quantization_config") or config.get("quantization")
+    label = str(directory / "config.json")
+    quantisation = typed(config, "quantization_config", dict, label, {})
+    quantisation = quantisation or typed(config, "quantization", dict, label, {})
     if not quantisation:
         return SafetensorsSource(directory)
     method = quantisation.get("quant_method")
@@ -170,7 +173,8 @@ class CompressedSource(_QuantisedSource):
                 raise InputError(f"{directory}: {name} {weights.get(name)!r} is not supported")
         if group.get("input_activations"):
             raise InputError(f"{directory}: quantised activations are not supported")
-        self._group, self._symmetric = weights["group_size"], bool(weights.get("symmetric", True))
+        self._group = _group_size(weights, directory)
+        self._symmetric = typed(weights, "symmetric", bool, str(directory), True)
         super().__init__(directory)
 
     def _shape(self, module: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -212,7 +216,7 @@ class MlxSource(_QuantisedSource):
         for name, value in quantisation.items():
             if isinstance(value, Mapping) and dict(quantisation, **value) != dict(quantisation):
                 raise InputError(f"{directory}: {name} is quantised unlike the rest")
-        self._group = quantisation["group_size"]
+        self._group = _group_size(quantisation, directory)
         super().__init__(directory)
 
     def _shape(self, module: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -228,6 +232,13 @@ class MlxSource(_QuantisedSource):
         groups *= self._part(module, "scales").astype(np.float32)[:, :, None]
         groups += self._part(module, "biases").astype(np.float32)[:, :, None]
         return values
+
+
+def _group_size(values: Mapping[str, Any], directory: pathlib.Path) -> int:
+    size: int = typed(values, "group_size", int, str(directory / "config.json"))
+    if size < 1:
+        raise InputError(f"{directory / 'config.json'}: group_size must be positive, not {size}")
+    return size
 
 
 def _matrix(name: str, stored: Mapping[str, tuple[int, ...]], label: str) -> tuple[int, int]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoints.llama_config import boolean
+from dflash_jax.checkpoints.json_values import typed
 from dflash_jax.errors import InputError
-from dflash_jax.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+from dflash_jax.models.qwen3_5 import Qwen35Config, layer_kinds
 
 # With vision (the text part under `text_config`), and the text part alone.
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 # Qwen35Config's name: config.json's.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -30,7 +31,6 @@ _SIZES = {
     "linear_value_head_dim": "linear_value_head_dim",
     "linear_conv_kernel_dim": "linear_conv_kernel_dim",
     "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "rms_norm_eps",
 }
 # What this family may say, and the only values that the model covers.
 _COVERED: dict[str, tuple[Any, ...]] = {
@@ -44,30 +44,32 @@ _COVERED: dict[str, tuple[Any, ...]] = {
 
 def is_family(config: Mapping[str, Any]) -> bool:
     """Whether config.json is of this family, covered or not."""
-    architectures = config.get("architectures") or []
-    return any(str(name).startswith("Qwen3_5") for name in architectures)
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).startswith("Qwen3_5") for name in names)
 
 
 def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) -> Qwen35Config:
     """Reads config.json, already parsed; `label` names it in messages."""
     architectures = config.get("architectures") or []
-    text = config.get("text_config") or config
-    if not isinstance(text, Mapping):
-        raise InputError(f"{label}: text_config is not an object")
+    text = typed(config, "text_config", dict, label, {}) or config
     if any("Moe" in str(name) for name in architectures) or text.get("num_experts"):
         raise InputError(f"{label}: mixture-of-experts models are not supported")
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise InputError(
             f"{label}: architectures {architectures} is none of {sorted(ARCHITECTURES)}"
         )
+    for where, part in (("", config), (" of text_config", text)):
+        if (part.get("model_type") or MODEL_TYPES[0]) not in MODEL_TYPES:
+            raise InputError(
+                f"{label}: model_type {part['model_type']!r}{where} is not covered, only "
+                + " and ".join(MODEL_TYPES)
+            )
     for name, covered in _COVERED.items():
         if text.get(name) is not None and text[name] not in covered:
             raise InputError(f"{label}: {name} {text[name]!r} is not supported")
 
-    def need(name: str) -> Any:
-        if text.get(name) is None:
-            raise InputError(f"{label}: {name} is missing")
-        return text[name]
+    def need(name: str, kind: type = int) -> Any:
+        return typed(text, name, kind, label)
 
     theta, partial = _rope(text, label)
     # Publishers repeat the flag at the root; transformers obeys that one.
@@ -75,24 +77,23 @@ def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) ->
     return Qwen35Config(
         **{ours: need(theirs) for ours, theirs in _SIZES.items()},
         layer_types=_layer_types(text, need("num_hidden_layers"), label),
+        rms_norm_eps=need("rms_norm_eps", float),
         rope_theta=theta,
         partial_rotary_factor=partial,
-        tie_word_embeddings=boolean(tied, "tie_word_embeddings", label),
-        attention_bias=boolean(text, "attention_bias", label),
+        tie_word_embeddings=typed(tied, "tie_word_embeddings", bool, label, False),
+        attention_bias=typed(text, "attention_bias", bool, label, False),
         dtype=dtype,
     )
 
 
-def _layer_types(text: Mapping[str, Any], count: Any, label: str) -> tuple[str, ...]:
+def _layer_types(text: Mapping[str, Any], count: int, label: str) -> tuple[str, ...]:
     """`layer_types`, or what `full_attention_interval` says: every n-th layer is attention."""
-    if not isinstance(count, int) or count < 1:
-        raise InputError(f"{label}: num_hidden_layers must be a positive integer, got {count!r}")
-    kinds = text.get("layer_types")
+    kinds = typed(text, "layer_types", list, label, None)
     if kinds is None:
-        interval = text.get("full_attention_interval")
-        if not interval:
+        interval = typed(text, "full_attention_interval", int, label, None)
+        if interval is None:
             raise InputError(f"{label}: layer_types is missing, and so is full_attention_interval")
-        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
+        return layer_kinds(count, interval)
     if len(kinds) != count:
         raise InputError(f"{label}: {len(kinds)} layer_types for num_hidden_layers {count}")
     return tuple(kinds)
@@ -100,7 +101,8 @@ def _layer_types(text: Mapping[str, Any], count: Any, label: str) -> tuple[str, 
 
 def _rope(text: Mapping[str, Any], label: str) -> tuple[float, float]:
     """(base, share of a head's dimensions), from `rope_parameters` or the root."""
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    old = typed(text, "rope_scaling", dict, label, {})
+    rope = dict(typed(text, "rope_parameters", dict, label, {}) or old)
     for name in ("rope_theta", "partial_rotary_factor"):
         if rope.get(name) is None:
             rope[name] = text.get(name)
@@ -110,4 +112,7 @@ def _rope(text: Mapping[str, Any], label: str) -> tuple[float, float]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise InputError(f"{label}: rope scaling {kind!r} is not supported")
-    return float(rope["rope_theta"]), float(rope["partial_rotary_factor"])
+    theta, partial = (
+        typed(rope, name, float, label) for name in ("rope_theta", "partial_rotary_factor")
+    )
+    return float(theta), float(partial)

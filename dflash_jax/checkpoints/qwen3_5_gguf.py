@@ -16,7 +16,7 @@ from dflash_jax.checkpoints import qwen3_5_names
 from dflash_jax.checkpoints.gguf_file import GGUFFile
 from dflash_jax.checkpoints.names import Entry
 from dflash_jax.errors import InputError
-from dflash_jax.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+from dflash_jax.models.qwen3_5 import Qwen35Config, layer_kinds
 
 ARCHITECTURE = "qwen35"
 HEAD = "output.weight"
@@ -72,13 +72,13 @@ def config_of(file: GGUFFile, dtype: np.dtype) -> Qwen35Config:
         raise InputError(f"{file.label}: {count} layers, but {len(shapes)} tensors")
     interval, heads = need("full_attention_interval", int), need("attention.head_count", int)
     value_heads, head_dim = need("ssm.time_step_rank", int), need("attention.key_length", int)
-    if interval < 1 or value_heads < 1 or head_dim < 1:
+    if value_heads < 1 or head_dim < 1:
         raise InputError(f"{file.label}: {arch} has a size below 1")
     return Qwen35Config(
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=need("embedding_length", int),
         intermediate_size=need("feed_forward_length", int),
-        layer_types=tuple(LINEAR if (i + 1) % interval else FULL for i in range(count)),
+        layer_types=layer_kinds(count, interval),
         num_heads=heads,
         num_kv_heads=file.value(f"{arch}.attention.head_count_kv", int, heads),
         head_dim=head_dim,

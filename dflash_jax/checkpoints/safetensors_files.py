@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from dflash_jax.checkpoints.json_values import read_json, typed
 from dflash_jax.errors import InputError
 
 SINGLE_FILE = "model.safetensors"
@@ -19,33 +18,12 @@ INDEX_FILE = "model.safetensors.index.json"
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object. InputError when the file is missing, unreadable or something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-@contextlib.contextmanager
-def refused_kinds(path: pathlib.Path) -> Iterator[None]:
-    """Reading a JSON file's values inside: one of a kind that it cannot have is an InputError."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: a value of the wrong kind ({error})") from error
-
-
 class SafetensorsSource:
     """The tensors of `model.safetensors`, or of the shards that the index names.
 
     Raises:
-      InputError: no safetensors, a missing shard, or a truncated file, named in the message.
+      InputError: no safetensors, a missing shard, a truncated file, or a tensor that is not in the
+        shard that the index gives, named in the message.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -54,6 +32,12 @@ class SafetensorsSource:
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in tensor_files(directory):
             self._add(path)
+        for name, path in _listed(directory).items():
+            if self._file_of.get(name) != path:
+                raise InputError(
+                    f"{directory / INDEX_FILE}: tensor {name} is not in {path.name}, where the "
+                    "index has it: fetch the folder anew"
+                )
 
     @property
     def label(self) -> str:
@@ -92,16 +76,24 @@ class SafetensorsSource:
 
 def tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
     """The files that hold a directory's tensors: the index's shards, else the single file."""
-    index_path = directory / INDEX_FILE
-    if not index_path.is_file():
+    if not (directory / INDEX_FILE).is_file():
         if not (directory / SINGLE_FILE).is_file():
             raise InputError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
         return [directory / SINGLE_FILE]
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index_path}: no weight_map")
-    files = [directory / str(name) for name in sorted(set(weight_map.values()))]
+    files = sorted(set(_listed(directory).values()))
     for file in files:
         if not file.is_file():
-            raise InputError(f"{index_path}: shard {file.name} is missing")
+            raise InputError(f"{directory / INDEX_FILE}: shard {file.name} is missing")
     return files
+
+
+def _listed(directory: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Where the index, if there is one, has each tensor."""
+    path = directory / INDEX_FILE
+    if not path.is_file():
+        return {}
+    weight_map = typed(read_json(path), "weight_map", dict, str(path), {})
+    if not weight_map:
+        raise InputError(f"{path}: no weight_map")
+    label = f"{path}: weight_map"
+    return {name: directory / typed(weight_map, name, str, label) for name in weight_map}

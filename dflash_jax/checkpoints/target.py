@@ -26,6 +26,7 @@ from dflash_jax.checkpoints import (
     safetensors_files,
 )
 from dflash_jax.checkpoints.gguf_file import GGUFFile
+from dflash_jax.checkpoints.json_values import read_json, refused_kinds, typed
 from dflash_jax.checkpoints.names import (
     Opened,
     Store,
@@ -127,7 +128,8 @@ def embedded_path() -> pathlib.Path:
 def _load_gguf(path: pathlib.Path, dtype: np.dtype, store: Store, accept: Accept) -> Target:
     file = GGUFFile(path)
     hybrids = file.value("general.architecture", str) == qwen3_5_gguf.ARCHITECTURE
-    opened = (hybrid.open_gguf if hybrids else _open_llama_gguf)(file, dtype, store)
+    with refused_kinds(path):
+        opened = (hybrid.open_gguf if hybrids else _open_llama_gguf)(file, dtype, store)
     tokenizer = gguf_tokenizer.from_gguf(file)
     accept(opened.config)
     params = opened.read()
@@ -155,8 +157,8 @@ def _load_directory(
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise InputError(f"{directory}: holds no config.json")
-    hf_config = safetensors_files.read_json(config_path)
-    with safetensors_files.refused_kinds(config_path):
+    hf_config = read_json(config_path)
+    with refused_kinds(config_path):
         hybrids = qwen3_5_config.is_family(hf_config)
         open_it = hybrid.open_directory if hybrids else _open_llama_directory
         opened = open_it(directory, dtype, store)
@@ -164,11 +166,11 @@ def _load_directory(
     accept(opened.config)
     params = opened.read()
     generation_path = directory / "generation_config.json"
-    generation = safetensors_files.read_json(generation_path) if generation_path.is_file() else {}
-    with safetensors_files.refused_kinds(config_path):
-        text = hf_config.get("text_config") or {}  # where there is vision beside it
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    with refused_kinds(config_path):
+        text = typed(hf_config, "text_config", dict, str(config_path), {})  # beside vision
         stops = {*_ids(hf_config), *_ids(text)}
-    with safetensors_files.refused_kinds(generation_path):
+    with refused_kinds(generation_path):
         stops.update(_ids(generation))
     if tokenizer.eos_id is not None:
         stops.add(tokenizer.eos_id)
@@ -190,7 +192,7 @@ def _load_directory(
 
 def _open_llama_directory(directory: pathlib.Path, dtype: np.dtype, store: Store) -> Opened:
     config_path = directory / "config.json"
-    description = safetensors_files.read_json(config_path)
+    description = read_json(config_path)
     config = llama_config.from_hugging_face(description, str(config_path), dtype)
     source = SafetensorsSource(directory)
     _check_tensor_count(config, source)
@@ -222,7 +224,7 @@ def _ids(config: Mapping[str, Any]) -> list[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise TypeError(f"eos_token_id {value!r}")
+        raise InputError(f"eos_token_id must be one whole number, or a list, not {value!r}")
     return ids
 
 

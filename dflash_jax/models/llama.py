@@ -113,7 +113,7 @@ class LlamaConfig:
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"model config: {name} must be a positive integer, got {value!r}")
         for name in ("rms_norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"model config: {name} must be positive")
         if self.num_heads % self.num_kv_heads:
             raise InputError(

@@ -10,6 +10,7 @@ for its attention and `Recur` for its recurrences.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -80,7 +81,7 @@ class Qwen35Config:
                 raise InputError(
                     f"model config: {field.name} must be a positive integer, got {value!r}"
                 )
-            if field.type == "float" and not value > 0:
+            if field.type == "float" and not 0 < value < math.inf:
                 raise InputError(f"model config: {field.name} must be positive")
         unknown = sorted(set(self.layer_types) - {LINEAR, FULL})
         if unknown or not self.layer_types:

@@ -270,7 +270,25 @@ def test_loading_streams(tmp_path):
         ({"text_config": TEXT_CONFIG | {"num_experts": 8}}, "mixture-of-experts"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "is none of"),
         ({"architectures": None}, "is none of"),
-        ({"text_config": [1]}, "text_config is not an object"),
+        ({"text_config": [1]}, "text_config must be an object"),
+        ({"model_type": "qwen3_5_moe"}, r"config\.json: model_type 'qwen3_5_moe' is not covered"),
+        (
+            {"text_config": TEXT_CONFIG | {"model_type": "qwen3_5_moe_text"}},
+            "model_type 'qwen3_5_moe_text' of text_config is not covered",
+        ),
+        (
+            {"text_config": TEXT_CONFIG | {"layer_types": None, "full_attention_interval": -4}},
+            "full_attention_interval must be from 1 to 4, got -4",
+        ),
+        ({"text_config": TEXT_CONFIG | {"layer_types": "full"}}, "layer_types must be a list"),
+        ({"text_config": TEXT_CONFIG | {"hidden_size": "x"}}, "hidden_size must be a whole"),
+        ({"text_config": TEXT_CONFIG | {"hidden_size": True}}, "hidden_size must be a whole"),
+        ({"text_config": TEXT_CONFIG | {"rms_norm_eps": [1]}}, "rms_norm_eps must be a number"),
+        ({"text_config": TEXT_CONFIG | {"rope_parameters": "x"}}, "rope_parameters must be an obj"),
+        (
+            {"text_config": TEXT_CONFIG | {"num_attention_heads": 7}},
+            "model config: num_heads 7 is no multiple",
+        ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
         ({"text_config": TEXT_CONFIG | {"attn_output_gate": False}}, "attn_output_gate False"),
         ({"text_config": TEXT_CONFIG | {"output_gate_type": "sigmoid"}}, "output_gate_type"),
@@ -285,6 +303,9 @@ def test_loading_streams(tmp_path):
             "'yarn' is not supported",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantisation 'gptq'"),
+        ({"quantization_config": "fp8"}, "quantization_config must be an object, not 'fp8'"),
+        ({"quantization": {"bits": 4, "group_size": "x"}}, "group_size must be a whole number"),
+        ({"quantization": {"bits": 4, "group_size": 0}}, "group_size must be positive, not 0"),
     ],
 )
 def test_config_is_refused(official, change, message):

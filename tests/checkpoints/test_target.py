@@ -249,7 +249,20 @@ def test_tensors_that_do_not_fit_are_named(directory, put, drop, message):
         ((), {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "needs factor"),
         ((), {"hidden_act": "gelu"}, "hidden_act"),
         ((), {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ((), {"num_key_value_heads": 3}, "multiple"),
+        ((), {"num_key_value_heads": 3}, r"config\.json: model config: .* multiple"),
+        ((), {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is not covered"),
+        ((), {"num_hidden_layers": 2.0}, r"num_hidden_layers must be a whole number, not 2\.0"),
+        ((), {"head_dim": "x"}, "head_dim must be a whole number, not 'x'"),
+        (
+            (),
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+            "factor must be positive",
+        ),
+        ((), {"rms_norm_eps": float("inf")}, "rms_norm_eps must be positive"),
+        ((), {"rope_parameters": 5}, "rope_parameters must be an object, not 5"),
+        ((), {"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a number, not 'x'"),
+        ((), {"layer_types": ["sliding_attention"]}, "layer_types other than full_attention"),
+        ((), {"eos_token_id": ["x"]}, r"config\.json: eos_token_id must be one whole number, or a"),
         ((), {"vocab_size": 200}, r"embed_tokens\.weight has shape \(300, 64\)"),
     ],
 )
@@ -289,6 +302,27 @@ def test_missing_shard_is_named(model, tmp_path):
     shard = sorted(directory.glob("*.safetensors"))[1]
     shard.unlink()
     refused(directory, f"shard {shard.name} is missing")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda names, last: {}, "no weight_map"),
+        (lambda names, last: [1], "weight_map must be an object"),
+        (lambda names, last: {names[0]: 5}, "weight_map: .* must be a text, not 5"),
+        (lambda names, last: {"model.x.weight": last}, r"tensor model\.x\.weight is not in"),
+        (lambda names, last: {names[0]: last}, "tensor .* is not in .*, where the index has it"),
+    ],
+)
+def test_an_index_that_its_shards_contradict_is_refused(model, tmp_path, change, message):
+    directory = tiny_llama.write_directory(model, tmp_path / "sharded", max_shard_size="60KB")
+    path = directory / "model.safetensors.index.json"
+    known = json.loads(path.read_text())["weight_map"]
+    names = sorted(known, key=known.__getitem__)
+    found = change(names, known[names[-1]])
+    whole = known | found if found and isinstance(found, dict) else found
+    path.write_text(json.dumps({"weight_map": whole}))
+    refused(directory, rf"model\.safetensors\.index\.json: {message}")
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.999])

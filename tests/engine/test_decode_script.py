@@ -257,7 +257,7 @@ BAD = {
     "template divides by 0": ([P, "--config.target={files}/zero_template"], "refused: division"),
     "template without end": ([P, "--config.target={files}/endless_template"], "refused: maximum"),
     **{
-        f"target's {name}": ([P, f"--config.target={{files}}/{name}"], f"{name}/config.json: a val")
+        f"target's {name}": ([P, f"--config.target={{files}}/{name}"], f"{name}/config.json: ")
         for name in WRONG_KINDS
     },
     "no drafter": ([P, "--config.drafter=", "--width=3"], "no drafter"),
