@@ -17,15 +17,16 @@ from typing import Any
 import rich.console
 import rich.progress
 import rich.table
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
+from dflash_jax import entry
 from dflash_jax.bench.replay_grid import Grid, measure
 from dflash_jax.bench.replay_plots import draw
 from dflash_jax.bench.replay_report import markdown, verdicts
-from dflash_jax.errors import InputError, one_line_errors
+from dflash_jax.errors import InputError
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/replay/thread.py", "The cells.")
+_CONFIG = entry.config_flag("configs/replay/thread.py", "The cells.")
 _OUT = flags.DEFINE_string("out", None, "Where to write, without the ending.", required=True)
 _TRACES = flags.DEFINE_list("traces", [], "Files of decode.py --width=15 --trace_out.")
 _FRESH = flags.DEFINE_bool("fresh", False, "Run every cell, whatever OUT.jsonl has.")
@@ -55,8 +56,11 @@ def to_line(record: dict[str, Any]) -> str:
 
 def run(grid: Grid, out: Path, command: str, fresh: bool) -> list[dict[str, Any]]:
     """Runs the cells that are missing, then writes the table and the picture."""
+    path, table, picture = (out.with_name(out.name + end) for end in (".jsonl", ".md", ".png"))
+    for file_path in (path, table, picture):
+        if file_path.is_dir():
+            raise InputError(f"--out={out}: {file_path} is a folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    path = out.with_name(out.name + ".jsonl")
     done = read_records(path, fresh)
     cells = grid.cells()
     console = rich.console.Console(stderr=True)
@@ -68,27 +72,31 @@ def run(grid: Grid, out: Path, command: str, fresh: bool) -> list[dict[str, Any]
                 file.flush()
     records = [done[cell.name] for cell in cells]
     path.write_text("".join(map(to_line, records)))  # in order, and without other configs' cells
-    out.with_name(out.name + ".md").write_text(markdown(records, command, f"Replay: {out.name}"))
-    draw(records, out.with_name(out.name + ".png"))
+    table.write_text(markdown(records, command, f"Replay: {out.name}"))
+    draw(records, picture)
     return records
 
 
 def main(argv: list[str]) -> None:
     del argv
-    with one_line_errors():
-        config = dict(_CONFIG.value)
-        filename = config_flags.get_config_filename(flags.FLAGS["config"])
-        command = f"python scripts/replay.py --config={filename}"
-        if _TRACES.value:
-            config["traces"] = tuple(_TRACES.value)
-            command += f" --traces={','.join(_TRACES.value)}"
-        command += f" --out={_OUT.value}"
+    config = dict(_CONFIG.value)
+    filename = config_flags.get_config_filename(flags.FLAGS["config"])
+    command = f"python scripts/replay.py --config={filename}"
+    if _TRACES.value:
+        config["traces"] = tuple(_TRACES.value)
+        command += f" --traces={','.join(_TRACES.value)}"
+    command += f" --out={_OUT.value}"
+    try:
         records = run(Grid.from_config(config), Path(_OUT.value), command, _FRESH.value)
-        table = rich.table.Table("bar (renewal)", "cells", "met", "worst")
-        for v in verdicts(records):
-            table.add_row(v.bar, str(v.cells), str(v.cells - len(v.unmet)), f"{v.worst:.4f}")
-        rich.console.Console().print(table)
+    except OSError as error:
+        raise InputError(
+            f"--out={_OUT.value}: {error.strerror}; cells that ran are kept"
+        ) from error
+    table = rich.table.Table("bar (renewal)", "cells", "met", "worst")
+    for v in verdicts(records):
+        table.add_row(v.bar, str(v.cells), str(v.cells - len(v.unmet)), f"{v.worst:.4f}")
+    rich.console.Console().print(table)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.rules = ("renewal", "ratio")
     config.kinds = ("greedy",)
     config.drafters = ("over-confident", "under-confident", "vague")
-    config.calibrates = (True, False)
+    config.calibrates = ("evaluated", "online", "")
     config.drifts = (False,)
     config.outliers = (0.01,)
     return config

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dflash_jax.bench.surfaces import Surface
-from dflash_jax.bench.traces import TextSpec, Trace, load_trace, synthesise
+from dflash_jax.bench.traces import TEXTS, TextSpec, Trace, load_trace, synthesise
 from dflash_jax.errors import InputError
 from dflash_jax.pricing import LandingModel, PriorRow, make_rule
+from dflash_jax.pricing.landing import EVALUATED, KINDS
 
 WARMUP_SLOW = 0.10  # warm-up rounds and a fresh server's first rounds are this much slower,
+WARMUP_TIMINGS = 3  # rounds timed for each warm-up price, as `engine/decoder.py` has it
 WARMUP_ROUNDS = 8  # the latter fading over so many rounds
+CALIBRATES = {"evaluated": "", "online": "not evaluated", "": "uncalibrated"}  # in a cell's name
+EVALUATION = 8, 64  # streams and rounds of each text that a drafter is evaluated on
 PRIOR_WRONG = 0.15  # the widest width's warm-up price may be this much further off
 
 
@@ -26,8 +30,9 @@ class Cell:
     noise: relative std of a round's time. outliers: share of rounds ten times slow. heat: how
     much slower the card is at the end than at the start. prior: whether the rules get warm-up
     timings, and at which contexts. event: "slow" (× 1.5) or "slope" (`after` takes over) at round
-    `event_round`. calibrate: whether a `LandingModel` stands between drafter and rule, as in the
-    engine.
+    `event_round`. calibrate: "evaluated" (a `LandingModel` stands between drafter and rule and
+    starts from the drafter's evaluation, as in the engine), "online" (it starts from nothing) or
+    "" (none).
     """
 
     name: str
@@ -43,13 +48,15 @@ class Cell:
     event: str = ""
     event_round: int = 200
     after: Surface | None = None
-    calibrate: bool = True
+    calibrate: str = "evaluated"
     traces: tuple[str, ...] = ()  # files of decode.py --trace_out, instead of `text`
     streams: int = 40
     rounds: int = 384
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.calibrate not in CALIBRATES:
+            raise InputError(f"calibrate={self.calibrate!r}: give one of {list(CALIBRATES)}")
         if self.event not in ("", "slow", "slope"):
             raise InputError(f"event={self.event!r}: give '', 'slow' or 'slope'")
         if self.event == "slope" and self.after is None:
@@ -67,6 +74,7 @@ class World(NamedTuple):
     ms: np.ndarray  # float [S, T, cap+1]: what the clock shows
     mean_ms: np.ndarray  # float [T, cap+1]: the same without noise (what the oracle knows)
     priors: list[list[PriorRow]]  # per stream
+    landing: dict[str, Any] | None  # a `LandingModel` record, of the drafter's evaluation
 
 
 def build_world(cell: Cell) -> World:
@@ -88,26 +96,48 @@ def build_world(cell: Cell) -> World:
         mean_ms[cell.event_round :] = cell.after.prices(context[cell.event_round :])
     start = WARMUP_SLOW * np.maximum(1.0 - t / WARMUP_ROUNDS, 0.0)
     mean_ms = mean_ms * (1.0 + start + cell.heat * t / rounds)[:, None]
-    factor = _noise(rng, cell.noise, (streams, rounds))
-    factor[rng.random((streams, rounds)) < cell.outliers] *= 10.0
+    factor = _factors(rng, cell, (streams, rounds))
     priors = [_warmup(rng, cell) if cell.prior else [] for _ in range(streams)]
-    return World(cell, trace, context, mean_ms * factor[..., None], mean_ms, priors)
+    ms = mean_ms * factor[..., None]
+    return World(cell, trace, context, ms, mean_ms, priors, _evaluation(cell))
 
 
-def _noise(rng: np.random.Generator, std: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Multiplicative noise of mean 1, skewed to the slow side as clocks are (log-normal)."""
-    sigma = math.sqrt(math.log1p(std * std))
-    return np.exp(sigma * rng.standard_normal(shape) - 0.5 * sigma * sigma)
+def _evaluation(cell: Cell) -> dict[str, Any] | None:
+    """What judging the cell's drafter on all texts of its kind says of its chances."""
+    if cell.calibrate != "evaluated" or cell.traces:
+        return None
+    drafter = {name: getattr(cell.text, name) for name in ("confidence", "bias", "blur")}
+    landing, kind = LandingModel(), cell.text.sampled
+    for text in TEXTS.values():
+        if text.sampled == kind:
+            seen = synthesise(dataclasses.replace(text, **drafter), *EVALUATION, cell.seed + 1)
+            rounds = (part.reshape(-1, part.shape[-1]).tolist() for part in seen[:4])
+            for own, parents, depths, landed in zip(*rounds, strict=True):
+                landing.observe(own, parents, depths, landed, kind)
+    record = landing.to_record()
+    for fit in record[KINDS[kind]].values():
+        fit.update(EVALUATED)
+    return record
+
+
+def _factors(rng: np.random.Generator, cell: Cell, shape: tuple[int, ...]) -> np.ndarray:
+    """What times are off by: noise of mean 1, skewed to the slow side as clocks are (log-normal),
+    and outliers.
+    """
+    sigma = math.sqrt(math.log1p(cell.noise**2))
+    factors = np.exp(sigma * rng.standard_normal(shape) - 0.5 * sigma * sigma)
+    factors[rng.random(shape) < cell.outliers] *= 10.0
+    return factors
 
 
 def _warmup(rng: np.random.Generator, cell: Cell) -> list[PriorRow]:
-    """Each executable timed once at each warm-up context: slow, noisy, and tilted."""
+    """Warm-up timings as the engine takes them, medians of three: slow, noisy, and tilted."""
     widths = np.arange(cell.surface.cap + 1)
     tilt = rng.uniform(-PRIOR_WRONG, PRIOR_WRONG) * widths / cell.surface.cap
     rows: list[PriorRow] = []
     for context in cell.prior_contexts:
         ms = cell.surface.prices(np.array([context]))[0] * (1.0 + WARMUP_SLOW) * (1.0 + tilt)
-        ms = ms * _noise(rng, cell.noise, ms.shape)
+        ms = ms * np.median(_factors(rng, cell, (WARMUP_TIMINGS, *ms.shape)), axis=0)
         rows += [(int(w), context, float(ms[w])) for w in widths]
     return rows
 
@@ -126,7 +156,7 @@ def run_rule(name: str, world: World) -> np.ndarray:
 def _run_stream(name: str, world: World, s: int) -> list[int]:
     trace, cell = world.trace, world.cell
     rule = make_rule(name, trace.landed.shape[2], prior=world.priors[s])
-    landing = LandingModel()
+    landing = LandingModel(world.landing)
     sampled = cell.text.sampled
     own, parents, depths = (part[s].tolist() for part in (trace.own, trace.parents, trace.depths))
     raw = np.exp(_path_scores(trace.own[s], trace.parents[s]))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.bench.replay import (
+    CALIBRATES,
     Cell,
     Share,
     World,
@@ -51,7 +52,7 @@ class Grid:
     outliers: tuple[float, ...] = (0.0, 0.01)
     drafters: tuple[str, ...] = ("",)
     priors: tuple[bool, ...] = (True,)
-    calibrates: tuple[bool, ...] = (True,)
+    calibrates: tuple[str, ...] = ("evaluated",)
     traces: tuple[str, ...] = ()
     streams: int = 40
     rounds: int = 384
@@ -94,14 +95,14 @@ class Grid:
         kind: str,
         drafter: str,
         prior: bool,
-        calibrate: bool,
+        calibrate: str,
         noise: float,
         drift: bool,
         outliers: float,
     ) -> Cell:
         surface, context_length, text, event, after = place
         parts = [f"{surface}@{context_length}", " ".join(filter(None, (event, after))), kind]
-        parts += [drafter, "" if prior else "no prior", "" if calibrate else "uncalibrated"]
+        parts += [drafter, "" if prior else "no prior", str(CALIBRATES.get(calibrate, calibrate))]
         parts += [f"noise {noise:.0%}", "drift" if drift else ""]
         parts += [f"outliers {outliers:.0%}" if outliers else ""]
         return Cell(

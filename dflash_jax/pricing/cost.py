@@ -31,7 +31,8 @@ from dflash_jax.pricing.rule import MS_RANGE, PriorRow, band_of, is_context
 
 BEND = 0.003  # prior std of a change of slope at a width, relative to the price of a round
 STEP = 0.004  # of a step in price between neighbouring widths
-TILE_STEPS = (0.01, 0.03, 0.1)  # of one where a tile of rows begins: the warm-up picks,
+TILE_STEPS = (0.005, 0.03, 0.1)  # of one where a tile of rows begins: the warm-up picks,
+FLATTER = 1.0  # a higher one only if its timings are e times likelier: under noise all fit alike,
 BLIND_TILE_STEP = 0.05  # or without one, this.
 TILE_OWN = 0.15  # share of a tile's step that it does not have in common with the others
 ONE_ROW_STEP = 0.10  # and of one from one row (plain decoding) to two
@@ -142,32 +143,27 @@ def tilt_of(curve: np.ndarray) -> np.ndarray:
     return tilt / tilt[-1] if len(curve) > 1 else tilt
 
 
-def smooth(rows: Sequence[PriorRow], cap: int, shape: np.ndarray) -> tuple[float, Knot]:
-    """Noisy timings at one context to (log evidence, a price curve for every width).
+def smooth(
+    rows: Sequence[PriorRow], cap: int, shape: np.ndarray, noise: float
+) -> tuple[float, Knot]:
+    """Timings at one context, with so much relative noise, to (log evidence, the knot there).
 
-    A Gaussian process whose curves are straight lines plus `shape`, [cap+1, cap+1]; the timing
-    noise is the one under which the rows are most likely.
+    A Gaussian process whose curves are straight lines plus `shape`, [cap+1, cap+1].
     """
     widths = np.array([row[0] for row in rows])
     ms = np.array([row[2] for row in rows])
     scale = float(np.median(ms))
     tilt = np.arange(cap + 1) / max(cap, 1)
     prior = 1.0 + np.outer(tilt, tilt) + shape
-    y = ms / scale - 1.0
-    best: tuple[float, float, np.ndarray, np.ndarray] | None = None
-    for noise in WARMUP_NOISES:
-        gram = prior[np.ix_(widths, widths)] + np.diag((noise * ms / scale) ** 2 + 1e-9)
-        chol = np.linalg.cholesky(gram)
-        white = np.linalg.solve(chol, y)
-        evidence = -0.5 * white @ white - np.log(np.diag(chol)).sum()
-        if best is None or evidence > best[0]:
-            cross = np.linalg.solve(chol, prior[widths])
-            best = (float(evidence), noise, cross.T @ white, prior - cross.T @ cross)
-    assert best is not None
-    evidence, noise, mean, cov = best
+    gram = prior[np.ix_(widths, widths)] + np.diag((noise * ms / scale) ** 2 + 1e-9)
+    chol = np.linalg.cholesky(gram)
+    white = np.linalg.solve(chol, ms / scale - 1.0)
+    cross = np.linalg.solve(chol, prior[widths])
+    mean, cov = cross.T @ white, prior - cross.T @ cross
     curve = np.maximum.accumulate(scale * np.maximum(1.0 + mean, 0.05))
     cov = cov * np.outer(scale / curve, scale / curve)
-    return evidence, Knot(rows[0][1], curve, cov, noise, TILT_DOUBT)
+    evidence = -0.5 * white @ white - np.log(np.diag(chol)).sum()
+    return float(evidence), Knot(rows[0][1], curve, cov, noise, TILT_DOUBT)
 
 
 def programs_of(prior: Sequence[PriorRow], cap: int) -> list[int]:
@@ -204,13 +200,14 @@ class CostModel:
         self._reset()
 
     def _take_warmup(self, prior: Sequence[PriorRow]) -> None:
-        """A knot for each context; steps as high as makes all its timings most likely."""
+        """A knot for each context; noise and steps under which all timings are most likely."""
         contexts = sorted({row[1] for row in prior})
+        timings = [[row for row in prior if row[1] == context] for context in contexts]
         best = -math.inf
-        for step in TILE_STEPS:
+        for (higher, step), noise in itertools.product(enumerate(TILE_STEPS), WARMUP_NOISES):
             shape = shape_kernel(self.cap, self.tile, step)
-            fits = [smooth([r for r in prior if r[1] == c], self.cap, shape) for c in contexts]
-            evidence = sum(fit[0] for fit in fits)
+            fits = [smooth(rows, self.cap, shape, noise) for rows in timings]
+            evidence = sum(fit[0] for fit in fits) - FLATTER * higher
             if evidence > best:
                 best, self._shape = evidence, shape
                 self.knots = [fit[1] for fit in fits]

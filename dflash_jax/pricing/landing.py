@@ -16,6 +16,8 @@ DEPTHS = 6  # depths 0..4 have their own offset; all deeper nodes share the last
 TILT_STD = 0.35  # prior doubt of the slope,
 OFFSET_STD = 0.4  # of the offset all depths share,
 DEPTH_STD = 0.2  # and of each depth's own
+# What a prompt may differ by from the mean of an evaluation's: the same three, in a record.
+EVALUATED = {"vs": 0.1**2, "vo": 0.25**2, "c": 0.0, "vd": [0.1**2] * DEPTHS}
 FORGET = 0.9997  # a judged node; some thousand nodes of memory
 LOGIT_MAX = 8.0
 EDGE = 1e-4  # chances stay inside [EDGE, 1 − EDGE]

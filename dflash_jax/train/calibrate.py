@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_jax.pricing.landing import DEPTHS, EDGE, LandingModel
+from dflash_jax.pricing.landing import DEPTHS, EDGE, EVALUATED, LandingModel
 from dflash_jax.train.walks import Judged
 from dflash_jax.tree.growth import NO_PARENT
 
 BINS = 15
-# What a prompt may still differ by from the evaluation's mean, as standard deviations.
-SLOPE_DOUBT, OFFSET_DOUBT, DEPTH_DOUBT = 0.1, 0.25, 0.1
 NEWTON_STEPS = 30
 RIDGE = 4.0  # pulls towards slope 1 and offsets 0, in judged nodes
 
@@ -88,11 +86,8 @@ def _fit_logistic(nodes: Nodes) -> dict[str, Any]:
     return {
         "slope": max(float(weights[0]), 0.05),
         "offset": float(weights[1]),
-        "vs": SLOPE_DOUBT**2,
-        "vo": OFFSET_DOUBT**2,
-        "c": 0.0,
         "depth": weights[2:].tolist(),
-        "vd": [DEPTH_DOUBT**2] * DEPTHS,
+        **EVALUATED,
     }
 
 

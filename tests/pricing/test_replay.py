@@ -204,7 +204,7 @@ def test_a_changed_card_is_learned_within_50_rounds(event):
 def test_a_wrong_drafter_costs_the_gain_not_more():
     """Over-confident chances straight from the drafter, no landing calibration in between."""
     for drafter in ("over-confident", "vague"):
-        wrong = cell("cpu-f32", 500, "short-greedy", drafter=drafter, calibrate=False, rounds=320)
+        wrong = cell("cpu-f32", 500, "short-greedy", drafter=drafter, calibrate="", rounds=320)
         world = build_world(wrong)
         share = against_best(world, run_rule("renewal", world), slice(64, None))
         assert share.ratio > 0.985
@@ -246,10 +246,15 @@ def test_the_script_writes_a_record_a_table_and_a_picture_and_resumes(tmp_path):
 
 def test_bad_input_is_one_line_and_status_2(tmp_path):
     (tmp_path / "bad.jsonl").write_text("not json\n")
+    (tmp_path / "folder.md").mkdir()
     for arguments in (
         (f"--out={tmp_path}/bad",),
         (f"--out={tmp_path}/x", "--config.rules=('fastest',)"),
         (f"--out={tmp_path}/x", "--traces=nowhere.jsonl"),
+        (f"--out={tmp_path}/x", "--config.nope=1"),
+        (f"--out={tmp_path}/x", "--config.calibrates=(True,)"),
+        (f"--out={tmp_path}/folder",),
+        (f"--out={tmp_path}/bad.jsonl/x",),
     ):
         done = replay("--config=configs/replay/small.py", *arguments)
         assert done.returncode == 2
