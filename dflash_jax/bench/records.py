@@ -42,6 +42,7 @@ def round_record(record: RoundRecord) -> dict[str, Any]:
         "round_ms": round(record.round_ms, 4),
         "host_ms": round(record.host_ms, 4),
         "sample": record.sample,
+        "why": dict(record.why),  # as the rule explains
     }
 
 

@@ -176,6 +176,7 @@ def test_replies_and_traces(files):
     assert {record["width"] for record in traces["plain"]} == {0}
     assert {record["width"] for record in traces["fixed"]} == {3}
     assert {record["width"] for record in traces["auto"]} <= {0, 1, 2, 3}
+    assert {record["why"]["rule"] for record in traces["auto"]} == {"ratio"}
 
 
 def check_replies(replies: list[dict]) -> None:
