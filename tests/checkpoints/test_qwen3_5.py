@@ -22,6 +22,7 @@ from dflash_jax.checkpoints.names import as_floats, as_int8
 from dflash_jax.checkpoints.quantised_files import open_tensors
 from dflash_jax.errors import InputError
 from dflash_jax.models.qwen3_5 import FULL, LINEAR, Qwen35Config
+from tests import tiny_llama
 from tests import tiny_qwen3_5 as tiny
 
 CONFIG = tiny.CONFIG
@@ -630,6 +631,8 @@ def write_gguf(path, kind=gguf.GGMLQuantizationType.F32, skip=(), mtp=0, **chang
         writer.add_tensor(f"blk.{c.num_layers}.nextn.eh_proj.weight", np.zeros((4, 4), np.float32))
     if "experts" in changes:
         writer.add_expert_count(changes["experts"])
+    if "tokenizer" in changes:
+        tiny_llama.add_tokenizer(writer, c.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, c.num_layers)
     for name, value in TENSORS.items():
         plain = name.replace(OFFICIAL, PLAIN).replace(".dt_bias", ".dt_proj.bias")

@@ -22,6 +22,7 @@ from dflash_jax.errors import InputError
 from dflash_jax.models.dflash2 import init_params
 from dflash_jax.models.qwen3_5 import FULL, LINEAR
 from tests import tiny_llama, tiny_qwen3_5
+from tests.checkpoints.test_qwen3_5 import write_gguf
 from tests.decode import tiny
 from tests.engine.test_decode_script import check_replies, check_trace, decode, json_lines
 
@@ -64,14 +65,20 @@ def test_load_target_reads_a_hybrid(files):
 
 
 @pytest.mark.slow
-def test_replies_and_traces(files):
+@pytest.mark.parametrize(
+    ("target", "weights"), [("target", "float32"), ("target", "bfloat16"), ("gguf", "float32")]
+)
+def test_replies_and_traces(files, target, weights):
+    if target == "gguf":
+        write_gguf(files / "gguf", tokenizer=True)
     replies = {}
     for name, flags in {"auto": ("--width=auto", "--cap=3"), "plain": ("--width=0",)}.items():
         out, trace = files / f"{name}.jsonl", files / f"{name}_rounds.jsonl"
         done = decode(
             files,
             *flags,
-            "--config.weights=float32",
+            f"--config.target={files}/{target}",
+            f"--config.weights={weights}",
             f"--prompt_file={files}/prompts.jsonl",
             "--max_tokens=12",
             "--temperature=1.0",
