@@ -116,7 +116,9 @@ def markdown(records: list[Record], command: str, title: str) -> str:
         if any(p in r["rules"]["oracle"] for r in records)
     ]
     kept = {p: kept_gain(records, p) for p in parts}
-    gains = ", ".join(f"{g:.0%} ({p})" if g == g else f"none to have ({p})" for p, g in kept.items())
+    gains = ", ".join(
+        f"{g:.0%} ({p})" if g == g else f"none to have ({p})" for p, g in kept.items()
+    )
     lines += ["", f"Of the oracle's gain over the best fixed width, renewal has: {gains}.", ""]
     for part in parts:
         lines += _table([r for r in records if part in r["rules"]["oracle"]], part)
