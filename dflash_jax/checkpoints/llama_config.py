@@ -26,6 +26,7 @@ from dflash_jax.models.llama import (
 # Hugging Face's class name -> model_type, and whether queries and keys are normed.
 ARCHITECTURES = {"LlamaForCausalLM": ("llama", False), "Qwen3ForCausalLM": ("qwen3", True)}
 GGUF_ARCHITECTURES = {"llama": False, "qwen3": True}
+LLAMA_ROPE_THETA = 10000.0  # a constant of Llama's before config.json had the name, as in Llama 2's
 
 
 def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) -> LlamaConfig:
@@ -55,7 +56,9 @@ def from_hugging_face(config: Mapping[str, Any], label: str, dtype: np.dtype) ->
         num_kv_heads = typed(config, "num_key_value_heads", int, label, num_heads)
         even = need("hidden_size") // max(num_heads, 1)
         head_dim = typed(config, "head_dim", int, label, even)
-    rope = _rope_parameters(config, label)
+    rope = rope_parameters(config, label)
+    if rope.get("rope_theta") is None and not qk_norm:
+        rope["rope_theta"] = LLAMA_ROPE_THETA
     if rope.get("rope_theta") is None:
         raise InputError(f"{label}: rope_theta is missing, at the root and in rope_parameters")
     return LlamaConfig(
@@ -90,21 +93,30 @@ def _refuse_unknown_features(config: Mapping[str, Any], label: str) -> None:
         raise InputError(f"{label}: layer_types other than full_attention are not supported")
 
 
-def _rope_parameters(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+def rope_parameters(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     """`rope_parameters` (new), or root `rope_theta` and `rope_scaling` (old), as one mapping."""
     old = typed(config, "rope_scaling", dict, label, {})
-    rope = dict(typed(config, "rope_parameters", dict, label, {}) or old)
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = config.get("rope_theta")
-    if config.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    new = typed(config, "rope_parameters", dict, label, {})
+    if old and new:
+        kinds = rope_kind(old) != rope_kind(new)
+        if kinds or any(old[name] != new[name] for name in old.keys() & new.keys()):
+            raise InputError(f"{label}: rope_scaling and rope_parameters differ: keep one of them")
+    rope = dict(new or old)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if rope.get(name) is None and config.get(name) is not None:
+            rope[name] = config[name]
     return rope
+
+
+def rope_kind(rope: Mapping[str, Any]) -> Any:
+    """By its new name or its old one."""
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _rope_scaling(rope: Mapping[str, Any], label: str) -> RopeScaling | None:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(f"{label}: partial_rotary_factor is not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope_kind(rope)
     fields: dict[str, tuple[str, ...]] = {
         "default": (),
         "linear": ("factor",),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.checkpoints.json_values import typed
+from dflash_jax.checkpoints.llama_config import rope_kind, rope_parameters
 from dflash_jax.errors import InputError
 from dflash_jax.models.qwen3_5 import Qwen35Config, layer_kinds
 
@@ -101,15 +102,12 @@ def _layer_types(text: Mapping[str, Any], count: int, label: str) -> tuple[str, 
 
 def _rope(text: Mapping[str, Any], label: str) -> tuple[float, float]:
     """(base, share of a head's dimensions), from `rope_parameters` or the root."""
-    old = typed(text, "rope_scaling", dict, label, {})
-    rope = dict(typed(text, "rope_parameters", dict, label, {}) or old)
+    rope = rope_parameters(text, label)
     for name in ("rope_theta", "partial_rotary_factor"):
         if rope.get(name) is None:
-            rope[name] = text.get(name)
-        if rope[name] is None:
             raise InputError(f"{label}: {name} is missing, at the root and in rope_parameters")
     # Sections of the rotary dimensions turn by image coordinates; in text all are the position.
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope_kind(rope)
     if kind not in ("default", "mrope"):
         raise InputError(f"{label}: rope scaling {kind!r} is not supported")
     theta, partial = (

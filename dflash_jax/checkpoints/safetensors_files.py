@@ -22,8 +22,7 @@ class SafetensorsSource:
     """The tensors of `model.safetensors`, or of the shards that the index names.
 
     Raises:
-      InputError: no safetensors, a missing shard, a truncated file, or a tensor that is not in the
-        shard that the index gives, named in the message.
+      InputError: no safetensors, a missing shard, a truncated file, named in the message.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -32,12 +31,6 @@ class SafetensorsSource:
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in tensor_files(directory):
             self._add(path)
-        for name, path in _listed(directory).items():
-            if self._file_of.get(name) != path:
-                raise InputError(
-                    f"{directory / INDEX_FILE}: tensor {name} is not in {path.name}, where the "
-                    "index has it: fetch the folder anew"
-                )
 
     @property
     def label(self) -> str:
@@ -75,12 +68,16 @@ class SafetensorsSource:
 
 
 def tensor_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The files that hold a directory's tensors: the index's shards, else the single file."""
-    if not (directory / INDEX_FILE).is_file():
-        if not (directory / SINGLE_FILE).is_file():
-            raise InputError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return [directory / SINGLE_FILE]
+    """The files that hold a directory's tensors: the single file, or the index's shards.
+
+    As in transformers the single file counts where there are both, unless the index lists it too.
+    """
+    single = directory / SINGLE_FILE
     files = sorted(set(_listed(directory).values()))
+    if single.is_file() and single not in files:
+        return [single]
+    if not files:
+        raise InputError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
     for file in files:
         if not file.is_file():
             raise InputError(f"{directory / INDEX_FILE}: shard {file.name} is missing")

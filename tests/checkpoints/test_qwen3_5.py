@@ -300,6 +300,10 @@ def test_loading_streams(tmp_path):
         ({"text_config": TEXT_CONFIG | {"num_hidden_layers": "4"}}, "num_hidden_layers"),
         ({"text_config": TEXT_CONFIG | {"rope_parameters": {"rope_theta": 1.0}}}, "partial_rotary"),
         (
+            {"text_config": TEXT_CONFIG | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
+            "rope_scaling and rope_parameters differ",
+        ),
+        (
             {"text_config": TEXT_CONFIG | {"rope_parameters": tiny.ROPE | {"rope_type": "yarn"}}},
             "'yarn' is not supported",
         ),

@@ -190,6 +190,22 @@ def test_old_rope_keys_and_known_leftovers_are_read(directory):
     assert config.rope_scaling == LinearScaling(4.0)
 
 
+def test_llamas_from_before_rope_theta_are_read(directory):
+    edit_config(directory, drop=("rope_parameters",), rope_scaling=None)
+    assert load_target(directory).config.rope_theta == 10000.0
+
+
+def test_rope_given_twice_and_alike_is_read(directory):
+    scaling = {"type": "linear", "factor": 4.0}
+    edit_config(
+        directory,
+        rope_scaling=scaling,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    )
+    config = load_target(directory).config
+    assert (config.rope_scaling, config.rope_theta) == (LinearScaling(4.0), 500.0)
+
+
 def test_fingerprint_follows_the_weights(saved, directory):
     assert load_target(directory).fingerprint == load_target(saved).fingerprint
     edit_tensors(directory, {"model.embed_tokens.weight": np.zeros((300, 64), np.float32)})
@@ -244,7 +260,17 @@ def test_tensors_that_do_not_fit_are_named(directory, put, drop, message):
         ((), {"architectures": ["MistralForCausalLM"]}, "architectures"),
         (("architectures",), {}, "architectures"),
         (("hidden_size",), {}, "hidden_size is missing"),
-        (("rope_parameters",), {}, "rope_theta is missing"),
+        (
+            ("rope_parameters",),
+            {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+            "rope_theta is missing",
+        ),
+        (
+            (),
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling and rope_parameters differ",
+        ),
+        ((), {"rope_scaling": {"type": "default", "rope_theta": 7}}, "rope_parameters differ"),
         ((), {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
         ((), {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "needs factor"),
         ((), {"hidden_act": "gelu"}, "hidden_act"),
@@ -310,19 +336,47 @@ def test_missing_shard_is_named(model, tmp_path):
         (lambda names, last: {}, "no weight_map"),
         (lambda names, last: [1], "weight_map must be an object"),
         (lambda names, last: {names[0]: 5}, "weight_map: .* must be a text, not 5"),
-        (lambda names, last: {"model.x.weight": last}, r"tensor model\.x\.weight is not in"),
-        (lambda names, last: {names[0]: last}, "tensor .* is not in .*, where the index has it"),
     ],
 )
-def test_an_index_that_its_shards_contradict_is_refused(model, tmp_path, change, message):
+def test_an_index_of_another_kind_is_refused(model, tmp_path, change, message):
     directory = tiny_llama.write_directory(model, tmp_path / "sharded", max_shard_size="60KB")
+    change_index(directory, change)
+    refused(directory, rf"model\.safetensors\.index\.json: {message}")
+
+
+def change_index(directory, change):
     path = directory / "model.safetensors.index.json"
     known = json.loads(path.read_text())["weight_map"]
     names = sorted(known, key=known.__getitem__)
     found = change(names, known[names[-1]])
     whole = known | found if found and isinstance(found, dict) else found
     path.write_text(json.dumps({"weight_map": whole}))
-    refused(directory, rf"model\.safetensors\.index\.json: {message}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda names, last: {"lm_head.weight": last},  # of a tied model
+        lambda names, last: {"model.layers.0.self_attn.rotary_emb.inv_freq": last},
+        lambda names, last: {"model.layers.0.input_layernorm.weight": last},
+    ],
+)
+def test_what_an_index_says_beyond_the_shards_does_not_matter(tmp_path, change):
+    """transformers goes by what the shards hold."""
+    model = tiny_llama.hf_model(tie_word_embeddings=True)
+    directory = tiny_llama.write_directory(model, tmp_path / "sharded", max_shard_size="60KB")
+    before = load_target(directory).params
+    change_index(directory, change)
+    assert_equal_params(load_target(directory).params, before)
+
+
+def test_one_file_comes_before_an_index_that_does_not_list_it(directory):
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
+    load_target(directory)
+    names = dict.fromkeys(load_file(directory / "model.safetensors"), "model.safetensors")
+    index.write_text(json.dumps({"weight_map": names | {"mtp.fc.weight": "gone.safetensors"}}))
+    refused(directory, r"shard gone\.safetensors is missing")
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.999])
