@@ -143,27 +143,35 @@ def tilt_of(curve: np.ndarray) -> np.ndarray:
     return tilt / tilt[-1] if len(curve) > 1 else tilt
 
 
-def smooth(
-    rows: Sequence[PriorRow], cap: int, shape: np.ndarray, noise: float
-) -> tuple[float, Knot]:
-    """Timings at one context, with so much relative noise, to (log evidence, the knot there).
+class Smoother:
+    """Timings at one context, taken to be a price curve with so much relative noise.
 
     A Gaussian process whose curves are straight lines plus `shape`, [cap+1, cap+1].
     """
-    widths = np.array([row[0] for row in rows])
-    ms = np.array([row[2] for row in rows])
-    scale = float(np.median(ms))
-    tilt = np.arange(cap + 1) / max(cap, 1)
-    prior = 1.0 + np.outer(tilt, tilt) + shape
-    gram = prior[np.ix_(widths, widths)] + np.diag((noise * ms / scale) ** 2 + 1e-9)
-    chol = np.linalg.cholesky(gram)
-    white = np.linalg.solve(chol, ms / scale - 1.0)
-    cross = np.linalg.solve(chol, prior[widths])
-    mean, cov = cross.T @ white, prior - cross.T @ cross
-    curve = np.maximum.accumulate(scale * np.maximum(1.0 + mean, 0.05))
-    cov = cov * np.outer(scale / curve, scale / curve)
-    evidence = -0.5 * white @ white - np.log(np.diag(chol)).sum()
-    return float(evidence), Knot(rows[0][1], curve, cov, noise, TILT_DOUBT)
+
+    def __init__(self, rows: Sequence[PriorRow], shape: np.ndarray, noise: float) -> None:
+        widths = np.array([row[0] for row in rows])
+        ms = np.array([row[2] for row in rows])
+        self._scale = float(np.median(ms))
+        tilt = np.arange(len(shape)) / max(len(shape) - 1, 1)
+        self._prior = 1.0 + np.outer(tilt, tilt) + shape
+        gram = self._prior[np.ix_(widths, widths)]
+        gram = gram + np.diag((noise * ms / self._scale) ** 2 + 1e-9)
+        self._chol = np.linalg.cholesky(gram)
+        self._white = np.linalg.solve(self._chol, ms / self._scale - 1.0)
+        self._rows, self._widths, self._noise = rows, widths, noise
+
+    def evidence(self) -> float:
+        """Log likelihood of the timings, but for a constant."""
+        return float(-0.5 * self._white @ self._white - np.log(np.diag(self._chol)).sum())
+
+    def knot(self) -> Knot:
+        """The curve at every width, and its doubt."""
+        cross = np.linalg.solve(self._chol, self._prior[self._widths])
+        mean, cov = cross.T @ self._white, self._prior - cross.T @ cross
+        curve = np.maximum.accumulate(self._scale * np.maximum(1.0 + mean, 0.05))
+        cov = cov * np.outer(self._scale / curve, self._scale / curve)
+        return Knot(self._rows[0][1], curve, cov, self._noise, TILT_DOUBT)
 
 
 def programs_of(prior: Sequence[PriorRow], cap: int) -> list[int]:
@@ -203,14 +211,14 @@ class CostModel:
         """A knot for each context; noise and steps under which all timings are most likely."""
         contexts = sorted({row[1] for row in prior})
         timings = [[row for row in prior if row[1] == context] for context in contexts]
+        shapes = [shape_kernel(self.cap, self.tile, step) for step in TILE_STEPS]
         best = -math.inf
-        for (higher, step), noise in itertools.product(enumerate(TILE_STEPS), WARMUP_NOISES):
-            shape = shape_kernel(self.cap, self.tile, step)
-            fits = [smooth(rows, self.cap, shape, noise) for rows in timings]
-            evidence = sum(fit[0] for fit in fits) - FLATTER * higher
+        for (higher, shape), noise in itertools.product(enumerate(shapes), WARMUP_NOISES):
+            smoothers = [Smoother(rows, shape, noise) for rows in timings]
+            evidence = sum(each.evidence() for each in smoothers) - FLATTER * higher
             if evidence > best:
-                best, self._shape = evidence, shape
-                self.knots = [fit[1] for fit in fits]
+                best, self._shape, found = evidence, shape, smoothers
+        self.knots = [each.knot() for each in found]
 
     def _reset(self) -> None:
         """Back to the knots: nothing observed since."""
