@@ -98,7 +98,7 @@ def _refuse_unknown_field(default: str | None) -> None:
         for name in _found(r"config\.([^=\n]*)"):
             try:
                 config_path.get_type(name, alone["config"].value)
-            except (AttributeError, LookupError, ValueError) as error:
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise InputError(f"--config.{name}: {path} has no such field") from error
 
 

@@ -30,7 +30,8 @@ def one_line_errors() -> Iterator[None]:
         try:
             yield
         except InputError as error:
-            print(f"error: {error}", file=sys.stderr)
+            line = " ".join(str(error).splitlines())  # a value in it may have several
+            print(f"error: {line}", file=sys.stderr)
             sys.exit(2)
         finally:
             if sys.stdout is not None:

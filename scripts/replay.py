@@ -30,6 +30,7 @@ _CONFIG = entry.config_flag("configs/replay/thread.py", "The cells.")
 _OUT = flags.DEFINE_string("out", None, "Where to write, without the ending.", required=True)
 _TRACES = flags.DEFINE_list("traces", [], "Files of decode.py --width=15 --trace_out.")
 _FRESH = flags.DEFINE_bool("fresh", False, "Run every cell, whatever OUT.jsonl has.")
+_SIZE = ("streams", "rounds", "seed")
 
 
 def read_records(path: Path, fresh: bool) -> dict[str, dict[str, Any]]:
@@ -38,14 +39,14 @@ def read_records(path: Path, fresh: bool) -> dict[str, dict[str, Any]]:
         return {}
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        return {record["cell"]: record for record in records}
-    except (ValueError, KeyError, TypeError) as error:
+        return {record["cell"]: record for record in records if record.keys() >= {*_SIZE, "rules"}}
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: not a replay record ({error!r}); use --fresh") from error
 
 
 def same(record: dict[str, Any], grid: Grid, rounds: int) -> bool:
     """Whether a record on file is what this config would give."""
-    size = (record["streams"], record["rounds"], record["seed"])
+    size = tuple(record[name] for name in _SIZE)
     rules = {*grid.rules, "oracle"}
     return size == (grid.streams, rounds, grid.seed) and set(record["rules"]) == rules
 

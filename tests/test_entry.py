@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dflash_jax.bench.records import Lines, Text
-from dflash_jax.errors import InputError
+from dflash_jax.errors import InputError, one_line_errors
 
 _PRINTS = "from dflash_jax import entry; entry.run(lambda argv: print(*(['\\u2028é'] * {count})))"
 _CONFIG = """
@@ -79,6 +79,7 @@ NO_FIELD = "configs/qwen3_8_27b.py has no such field"
         (["--config.sizes.target.nope=1"], f"--config.sizes.target.nope: {NO_FIELD}"),
         (["--config.context_limit.x", "1"], f"--config.context_limit.x: {NO_FIELD}"),
         (["--config.=1"], f"--config.: {NO_FIELD}"),
+        (["--config.target.x=1"], f"--config.target.x: {NO_FIELD}"),
         ([QWEN, "--config.weights=int8", "--config.nope.x=1"], f"--config.nope.x: {NO_FIELD}"),
         (["--config", "configs/smollm2.py", "--config.sizes.x=1"], "configs/smollm2.py has no"),
         (["--config.context_limit=1.5"], "--config.context_limit=1.5"),
@@ -98,6 +99,12 @@ def test_a_bad_config_flag_is_one_line(argv, message):
     assert (status, out) == (2, "")
     assert line.startswith("error: ")
     assert message in line
+
+
+def test_a_value_of_several_lines_is_one_line(capsys):
+    with pytest.raises(SystemExit), one_line_errors():
+        raise InputError("target a\nb: no such folder")
+    assert capsys.readouterr().err == "error: target a b: no such folder\n"
 
 
 def test_a_tuple_flag_replaces():
@@ -135,6 +142,10 @@ def test_a_text_that_cannot_be_written_is_known_at_once(tmp_path):
         Text(str(tmp_path / "record"), "record", ".md")
     with pytest.raises(InputError, match=r"--record=.*/nope/record.md: No such file"):
         Text(str(tmp_path / "nope/record"), "record", ".md")
+    link = tmp_path / "link.md"
+    link.symlink_to(tmp_path / "later.md")
+    Text(str(link), "record")
+    assert link.is_symlink()
     old = tmp_path / "old.md"
     old.write_text("an earlier run\n")
     Text(str(old), "record")

@@ -100,7 +100,7 @@ class Text:
             new = not os.path.exists(self._path)
             _opened(self._path, flag).close()
             if new:
-                os.unlink(self._path)
+                os.unlink(os.path.realpath(self._path))
 
     def write(self, text: str) -> None:
         if not self._path:

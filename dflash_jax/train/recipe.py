@@ -103,13 +103,24 @@ def make(
     )
 
 
+def require_recipe(config: ConfigDict) -> None:
+    """Raises InputError for a config of another kind, such as decode.py's."""
+    missing = [
+        name for name in ("target", "dtype", "data", "drafter", "train") if name not in config
+    ]
+    if missing:
+        raise InputError(f"--config: no recipe, as in configs/train: no {', '.join(missing)} in it")
+
+
 def data_config(config: ConfigDict, extra_prompts: tuple[str, ...] = ()) -> DataConfig:
+    require_recipe(config)
     rollout = build(RolloutConfig, config.data.rollout, "data.rollout")
     files = (*config.data.prompt_files, *extra_prompts)
     return build(DataConfig, config.data, "data", rollout=rollout, prompt_files=files)
 
 
 def train_config(config: ConfigDict) -> TrainConfig:
+    require_recipe(config)
     return build(TrainConfig, config.train, "train")
 
 
@@ -119,4 +130,5 @@ def drafter_config(config: ConfigDict, target: TargetConfig) -> DrafterConfig:
 
 
 def load_target(config: ConfigDict) -> Target:
+    require_recipe(config)
     return checkpoints.load_target(config.target, config.dtype)

@@ -237,7 +237,8 @@ def test_the_script_writes_a_record_a_table_and_a_picture_and_resumes(tmp_path):
     assert "| thread@34, greedy |" in (tmp_path / "small.md").read_text()
     assert (tmp_path / "small.png").read_bytes()[:4] == b"\x89PNG"
     # An interrupted run: two cells are on file, the third is run again, to the same numbers.
-    (tmp_path / "small.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    cut = json.dumps({"cell": json.loads(lines[2])["cell"]})
+    (tmp_path / "small.jsonl").write_text("\n".join([*lines[:2], cut]) + "\n")
     assert replay("--config=configs/replay/small.py", f"--out={out}").returncode == 0
     again = (tmp_path / "small.jsonl").read_text().splitlines()
     assert again[:2] == lines[:2]

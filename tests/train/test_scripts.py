@@ -176,6 +176,14 @@ def test_a_start_of_another_shape(tmp_path, target, data, trained):
     assert "mlp.down_proj.weight is (64, 64), the recipe's (64, 48)" in line
 
 
+@pytest.mark.parametrize("script", ["generate_data", "train_drafter", "eval_drafter"])
+def test_a_config_of_another_kind(tmp_path, data, script):
+    flags = ["--config=configs/smollm2.py", f"--out={tmp_path / 'out'}"]
+    flags += [f"--data={data}"] if script == "train_drafter" else []
+    flags += [f"--drafter={tmp_path}"] if script == "eval_drafter" else []
+    assert "--config: no recipe, as in configs/train: no" in fail(script, *flags)
+
+
 @pytest.mark.parametrize("script", ["generate_data", "train_drafter"])
 def test_more_devices_than_there_are(tmp_path, target, data, script):
     flags = [target, f"--out={tmp_path / 'out'}", "--devices=99"]
