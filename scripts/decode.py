@@ -64,9 +64,11 @@ class Options:
     def from_flags(cls) -> Options:
         width, cap = _WIDTH.value, _CAP.value
         if width == "auto":
-            rule, widths = _RULE.value, tuple(range(cap + 1))
+            rule = _RULE.value
+        elif _RULE.present:
+            raise InputError(f"--rule is for --width=auto, not {width}: leave one of them out")
         elif width.isdecimal() and int(width) <= cap:
-            rule, widths = f"fixed:{int(width)}", (0, int(width))
+            rule = f"fixed:{int(width)}"
         else:
             raise InputError(f"--width={width}: give auto, or a number from 0 to --cap={cap}")
         if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
@@ -74,6 +76,8 @@ class Options:
         if _JSON_OUT.value and _JSON_OUT.value == _TRACE_OUT.value:
             raise InputError(f"--json_out and --trace_out are both {_JSON_OUT.value}: give two")
         make_rule(rule, cap=cap)  # an unknown one is an error now, not after compiling
+        fixed = rule.startswith("fixed:")
+        widths = (0, int(rule.removeprefix("fixed:"))) if fixed else tuple(range(cap + 1))
         sampling = Sampling(
             _TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _MIN_P.value, _SEED.value
         )
@@ -135,10 +139,10 @@ def run(options: Options, found: platform.Platform) -> None:
         f"{models.target.name}: ready in {time.perf_counter() - begin:.1f} s; widths "
         f"{decoder.check.widths} give plain decoding's bits"
     )
-    for reply, records in decode_all(driver, models.target, requests):
+    for number, (reply, records) in enumerate(decode_all(driver, models.target, requests)):
         json_out.write(reply)
         for record in records[1:]:
-            trace_out.write(round_record(record))
+            trace_out.write({"reply": number} | round_record(record))
         if not _QUIET.value:
             print(reply["text"])
         rate = reply["decode_tok_s"] or 0.0

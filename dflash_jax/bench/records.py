@@ -27,7 +27,13 @@ def decode(driver: LoneDriver, request: Request) -> tuple[Stream, list[RoundReco
 
 
 def round_record(record: RoundRecord) -> dict[str, Any]:
-    """A round for --trace_out; `scripts/replay.py` reads it."""
+    """A round for --trace_out; `scripts/replay.py` reads it.
+
+    Nodes are in pop order: `parents` -1 below the anchor, `depths` from 1 there, `own` log chances
+    among siblings, `chances` of landing; `landed` of the first `width`. `why` is the rule's
+    `explain`: of `renewal`, the width is argmax of expected_tokens - tokens_per_ms * believed_ms
+    among the widest of each program, unless it was a `probe`.
+    """
     tree = record.tree
     return {
         "context_length": record.context_length,
@@ -42,7 +48,7 @@ def round_record(record: RoundRecord) -> dict[str, Any]:
         "round_ms": round(record.round_ms, 4),
         "host_ms": round(record.host_ms, 4),
         "sample": record.sample,
-        "why": dict(record.why),  # as the rule explains
+        "why": dict(record.why),
     }
 
 

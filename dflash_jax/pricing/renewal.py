@@ -71,7 +71,7 @@ class Renewal(Rule):
         self._doubt = [0.0] * len(programs)  # how far, relative to its price, others may be off
         self._probes = 0 if self.cost.known else PROBES
         self._settled = SETTLED if self.cost.known else 0  # rounds since the last jump
-        self._why: tuple[int, float, list[float], list[float]] | None = None
+        self._why: tuple[int, int, float, list[float], list[float], list[float]] | None = None
         self._band = -1
 
     def _choose(self, chances: list[float], context_length: int) -> int:
@@ -83,10 +83,9 @@ class Renewal(Rule):
         offers = self._offers[len(chances)]
         believed = self._believed(prices)
         offered = [believed[self.cost.program_of[w]] for w in offers]
-        width = offers[best_width([expected[w] for w in offers], offered, rate)]
-        if self._probes:
-            width = self._probe(width, expected, prices, rate)
-        self._why = (width, rate, prices, expected)
+        best = offers[best_width([expected[w] for w in offers], offered, rate)]
+        width = self._probe(best, expected, prices, rate) if self._probes else best
+        self._why = (width, best, rate, prices, believed, expected)
         return width
 
     def _believed(self, prices: list[float]) -> list[float]:
@@ -212,12 +211,14 @@ class Renewal(Rule):
     def explain(self) -> dict[str, Any]:
         if self._why is None:
             return {"rule": self.name}
-        width, rate, prices, expected = self._why
+        width, best, rate, prices, believed, expected = self._why
         return {
             "rule": self.name,
             "width": width,
+            "probe": width != best,
             "tokens_per_ms": rate,
             "prices_ms": [prices[program] for program in self.cost.program_of],
+            "believed_ms": [believed[program] for program in self.cost.program_of],
             "expected_tokens": list(expected),
             "noise": self.cost.noise,
             "jumps": self.cost.jumps,

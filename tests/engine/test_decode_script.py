@@ -200,6 +200,7 @@ def check_replies(replies: list[dict]) -> None:
 
 def check_trace(replies: list[dict], trace: list[dict]) -> None:
     assert len(trace) == sum(reply["rounds"] for reply in replies)
+    assert {record["reply"] for record in trace} == set(range(len(replies)))
     for record in trace:
         assert record.keys() >= ROUND_FIELDS
         assert len(record["landed"]) == record["width"] <= len(record["tokens"])
@@ -218,6 +219,7 @@ P = "--prompt=hello"
 # name -> (flags with {files} filled in, what the line must say)
 BAD = {
     "no prompt": ([], "give --prompt or --prompt_file"),
+    "two rules": ([P, "--width=3", "--rule=fixed:5"], "--rule is for --width=auto, not 3"),
     "both": ([P, "--prompt_file={files}/prompts.jsonl"], "give --prompt or --prompt_file"),
     "empty prompt": (["--prompt="], "not empty"),
     "prompt file missing": (["--prompt_file={files}/nope.jsonl"], "nope.jsonl"),

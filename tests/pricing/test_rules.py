@@ -275,6 +275,26 @@ def test_rows_that_got_cheap_are_found_and_probes_are_few():
     assert np.mean(found) > 10.0
 
 
+def test_what_it_explains_is_what_it_chose():
+    rule = make_rule("renewal", prior=linear_prior(49.5, 7.0))
+    rng = np.random.default_rng(3)
+    probes = 0
+    for t in range(120):
+        slope = 7.0 if t < 60 else 1.0  # a jump, so that there are probes
+        width = rule.choose(np.cumprod(rng.uniform(0.5, 1.0, 15)), 500 + t)
+        why = rule.explain()
+        gains = np.array(why["expected_tokens"]) - why["tokens_per_ms"] * np.array(
+            why["believed_ms"]
+        )
+        assert why["width"] == width
+        assert why["probe"] == (gains[width] < gains.max() - 1e-9)
+        probes += why["probe"]
+        ms = (49.5 + slope * width) * rng.normal(1.0, 0.03)
+        landed = np.arange(width) < rng.integers(0, 6)
+        rule.observe(width=width, context_length=500 + t, round_ms=ms, landed=landed)
+    assert probes
+
+
 def test_prices_that_are_known_are_not_probed():
     """Every width is the best by what is believed; a warm-up leaves nothing to explore."""
     rule = make_rule("renewal", prior=linear_prior(node=3.0))
