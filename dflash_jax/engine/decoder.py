@@ -207,18 +207,16 @@ def _timed(decoder: Decoder) -> list[pricing.PriorRow]:
     rows: list[pricing.PriorRow] = []
     # The self-check has run every verify already, but never the drafter: this round is not timed.
     state, cache, _ = _time_round(decoder, state, cache, 0, 0, sampling)
+    # Widths that share a row count share the program, and so its price.
+    programs = {spec.policy.rows(width): width for width in decoder.widths}
     for context in sorted({min(64, longest), min(2048, longest)}):
-        ms_by_rows: dict[int, float] = {}
+        times: dict[int, list[float]] = {padded: [] for padded in programs}
+        for _ in range(_TIMINGS):  # in turn: a burst of other work slows no program alone
+            for padded, width in programs.items():
+                state, cache, ms = _time_round(decoder, state, cache, width, context, sampling)
+                times[padded].append(ms)
         for width in decoder.widths:
-            padded = spec.policy.rows(width)
-            if padded not in ms_by_rows:
-                times = []
-                for _ in range(_TIMINGS):
-                    state, cache, ms = _time_round(decoder, state, cache, width, context, sampling)
-                    times.append(ms)
-                ms_by_rows[padded] = float(np.median(times))
-            # Widths that share a row count share the program, and so its price.
-            rows.append((width, context, ms_by_rows[padded]))
+            rows.append((width, context, float(np.median(times[spec.policy.rows(width)]))))
     decoder.buffers = Buffers(state, cache)
     return rows
 
